@@ -1,0 +1,1 @@
+"""repertory: an LLM inference engine made of independent asyncio actors."""

@@ -1,0 +1,1 @@
+"""The actors, the pure cores beside them, and the frontends."""

@@ -1,0 +1,1 @@
+"""How callers reach the engine: embedded async, blocking."""

@@ -1,0 +1,1 @@
+"""Scheduling decisions: pure functions of visible state."""

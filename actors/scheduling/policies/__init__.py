@@ -1,0 +1,1 @@
+"""Orders in which requests are served, one small file each."""

@@ -1,0 +1,1 @@
+"""From tokens to text: decode streams, stop strings, one machine per request. Pure."""

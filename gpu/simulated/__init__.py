@@ -1,0 +1,1 @@
+"""An executor without a device: no torch, but memory that remembers who wrote what."""

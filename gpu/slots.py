@@ -1,0 +1,79 @@
+"""The device host's memory of each sequence: token log, block table, parameters.
+
+A step carries deltas; a slot is what they add up to. Every executor keeps one `SlotTable` and
+applies each step to it before it computes anything, so that a row can be read as "these tokens,
+at these positions, through this block table" without asking the scheduler. The log grows here by
+what is sampled here, so a next step may be sent before its input token is known upstream.
+No torch: the simulated device uses it too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..protocol.ids import BlockId, SequenceId
+from ..protocol.messages import NewRow, RunStep
+from ..protocol.sampling import SamplingParams
+
+
+class Slot:
+    """State of one sequence on the device. `token_ids` is the log, `block_table` its blocks in order."""
+
+    __slots__ = ("block_table", "index", "namespace", "num_prompt_tokens", "params", "seq_id", "token_ids")
+
+    def __init__(self, row: NewRow) -> None:
+        self.seq_id = row.seq_id
+        self.token_ids: list[int] = list(row.token_ids)
+        self.block_table: list[BlockId] = list(row.block_table)
+        self.num_prompt_tokens = row.num_prompt_tokens
+        self.params: SamplingParams = row.params
+        self.index = row.index
+        self.namespace = row.namespace
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far: the position of the next draw in the sequence's random stream."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class Row(NamedTuple):
+    """One row of a step: compute tokens [start, end) of `slot`, and sample after the last if `samples`."""
+
+    slot: Slot
+    start: int
+    end: int
+    samples: int
+
+
+class SlotTable:
+    """All sequences the device knows."""
+
+    def __init__(self) -> None:
+        self._slots: dict[SequenceId, Slot] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def apply(self, step: RunStep) -> list[Row]:
+        """Take in a step's releases, newcomers and table edits; return its rows.
+
+        Raises `KeyError` for a sequence it does not know and `ValueError` for an edit that would
+        leave a hole or a row that reaches past its sequence's log: both are faults of the sender.
+        """
+        for seq_id in step.released:
+            self._slots.pop(seq_id, None)
+        for new in step.admitted:
+            self._slots[new.seq_id] = Slot(new)
+        for edit in step.table_edits:
+            table = self._slots[edit.seq_id].block_table
+            if edit.first > len(table):
+                raise ValueError(f"sequence {edit.seq_id}: edit at block {edit.first} of a table of {len(table)}")
+            table[edit.first : edit.first + len(edit.block_ids)] = edit.block_ids
+        rows = []
+        for seq_id, start, count, samples in zip(step.seq_ids, step.starts, step.num_tokens, step.samples, strict=True):
+            slot = self._slots[seq_id]
+            end = start + count
+            if count < 1 or end > len(slot.token_ids):
+                raise ValueError(f"sequence {seq_id}: row [{start}, {end}) of a log of {len(slot.token_ids)} tokens")
+            rows.append(Row(slot, start, end, samples))
+        return rows

@@ -1,0 +1,1 @@
+"""What the actors say to each other: ids, messages, parameters, configuration, errors."""

@@ -1,0 +1,155 @@
+"""The engine's configuration: every setting once, with its default, range and explanation.
+
+The same fields serve Python (`EngineConfig(...)`), flags (`--kebab-case`), variables
+(`REPERTORY_*`) and YAML; `config_sources.py` reads the last three. The help text of the command
+line is the description written here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+WorkerKind = Literal["process", "inline"]
+PreemptionMode = Literal["auto", "recompute", "swap", "heuristic"]
+LogFormat = Literal["auto", "console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Positive = Annotated[int, Meta(ge=1)]
+AtLeastTwo = Annotated[int, Meta(ge=2)]
+NotNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+MIN_GPU_CHUNK = 512
+"""Below this many tokens a prefill chunk wastes a GPU (the seed's pitfall 1)."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an engine can be told. Defaults suit the machine; only `model` is required.
+
+    Raises `ConfigError` naming the key where a value is out of range (through `checked`).
+    """
+
+    model: Annotated[str, Meta(description="directory with config.json and safetensors, a .gguf file, a hub id, or 'demo'")]
+    dtype: Annotated[Dtype, Meta(description="weights and KV; auto: bfloat16 where the device is fast at it")] = "auto"
+    device: Annotated[str, Meta(description="auto, cpu, cuda, cuda:N or simulated")] = "auto"
+    worker: Annotated[WorkerKind, Meta(description="where the device runs: its own process, or a thread of this one")] = (
+        "inline"
+    )
+    num_threads: Annotated[Positive | None, Meta(description="compute threads on CPU (default: cores - 1)")] = None
+    max_model_len: Annotated[
+        AtLeastTwo | None, Meta(description="longest prompt + output in tokens (default: the model's)")
+    ] = None
+    seed: Annotated[int | None, Meta(description="server-wide seed: makes unseeded requests repeatable")] = None
+    block_size: Annotated[int, Meta(description="tokens in a KV block", ge=1, le=1024)] = 16
+    num_device_blocks: Annotated[
+        AtLeastTwo | None, Meta(description="KV blocks on the device (default: from the memory settings)")
+    ] = None
+    cpu_kv_cache_bytes: Annotated[int, Meta(description="KV pool size on CPU, in bytes", ge=1)] = 1 << 30
+    gpu_memory_utilization: Annotated[float, Meta(description="share of device memory to use", gt=0, le=1)] = 0.9
+    kv_offloading_size: Annotated[float, Meta(description="host KV pool in GiB; 0: no host tier", ge=0)] = 0.5
+    num_host_blocks: Annotated[NotNegative | None, Meta(description="KV blocks on the host (overrides kv_offloading_size)")] = (
+        None
+    )
+    max_num_batched_tokens: Annotated[
+        Positive | None, Meta(description="token budget of a step (default: 2048 on CUDA, 512 on CPU)")
+    ] = None
+    max_num_seqs: Annotated[
+        Positive | None, Meta(description="running sequences at most (default: 256 on CUDA, 64 on CPU)")
+    ] = None
+    max_num_queued: Annotated[int, Meta(description="waiting requests before new ones are refused", ge=1)] = 1024
+    enable_chunked_prefill: Annotated[bool, Meta(description="split long prompts over several steps")] = True
+    enable_prefix_caching: Annotated[bool, Meta(description="share the KV of common prefixes between requests")] = True
+    max_prefill_batch_size: Annotated[Positive | None, Meta(description="prefills in one step at most")] = None
+    scheduling_policy: Annotated[str, Meta(description="order of requests: fcfs, static, or an installed policy")] = "fcfs"
+    scheduling_delay_s: Annotated[float, Meta(description="longest wait to gather a batch, in seconds", ge=0)] = 0.0
+    scheduling_delay_factor: Annotated[
+        float, Meta(description="the same, as a multiple of the last prefill step's duration", ge=0)
+    ] = 0.0
+    preemption_mode: Annotated[PreemptionMode, Meta(description="what to do when KV memory runs out")] = "auto"
+    target_itl_ms: Annotated[PositiveFloat | None, Meta(description="inter-token latency the token budget follows")] = None
+    attention_backend: Annotated[str, Meta(description="attention implementation, or auto")] = "auto"
+    max_steps_in_flight: Annotated[int, Meta(description="steps planned ahead; 1 switches overlap off", ge=1, le=2)] = 2
+    credit_window: Annotated[int, Meta(description="output tokens a slow reader may fall behind", ge=1)] = 1024
+    max_pause_s: Annotated[float, Meta(description="how long a reader out of credit may pause, in seconds", gt=0)] = 300.0
+    heartbeat_timeout_s: Annotated[float, Meta(description="silence after which the device host counts as dead", gt=0)] = 10.0
+    max_restarts: Annotated[int, Meta(description="device deaths without progress before the engine stops", ge=0)] = 5
+    restart_window_s: Annotated[float, Meta(description="window in which they are counted, in seconds", gt=0)] = 60.0
+    enforce_eager: Annotated[bool, Meta(description="switch CUDA graphs off")] = False
+    quantization: Annotated[str | None, Meta(description="weight quantisation (fp8)")] = None
+    kv_cache_dtype: Annotated[str, Meta(description="KV element type, or auto")] = "auto"
+    speculative_window: Annotated[int, Meta(description="speculative tokens per step; at most half the chunk size", ge=0)] = 0
+    served_model_name: Annotated[str | None, Meta(description="name the model is served under")] = None
+    chat_template: Annotated[str | None, Meta(description="file with a Jinja chat template")] = None
+    host: Annotated[str, Meta(description="address the HTTP frontend binds")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port the HTTP frontend binds", ge=0, le=65535)] = 8000
+    api_key: Annotated[str | None, Meta(description="bearer key that guards /v1")] = None
+    frontends: Annotated[int, Meta(description="frontend processes", ge=1)] = 1
+    log_format: Annotated[LogFormat, Meta(description="auto: console on a terminal, JSON otherwise")] = "auto"
+    log_level: Annotated[LogLevel, Meta(description="least severe event that is logged")] = "info"
+    trace_file: Annotated[str | None, Meta(description="where the run's trace goes")] = None
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether `device` names a CUDA device."""
+        return self.device.startswith("cuda")
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens`, or the device's default."""
+        return self.max_num_batched_tokens or (2048 if self.is_cuda else 512)
+
+    @property
+    def running_limit(self) -> int:
+        """`max_num_seqs`, or the device's default."""
+        return self.max_num_seqs or (256 if self.is_cuda else 64)
+
+    @property
+    def compute_threads(self) -> int:
+        """`num_threads`, or all cores but one: a core left over keeps the event loop off the kernels' back."""
+        return self.num_threads or max(1, (os.cpu_count() or 1) - 1)
+
+
+def checked(config: EngineConfig) -> EngineConfig:
+    """Return `config` if every value is of its type and in range; else raise `ConfigError` with the key.
+
+    A struct built in Python is not validated by msgspec, so it takes a round trip through its schema.
+    """
+    try:
+        config = msgspec.convert(msgspec.to_builtins(config), EngineConfig)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        key = text.rsplit("$.", 1)[1].rstrip("`") if "$." in text else None
+        raise ConfigError(f"configuration key {key or '?'}: {text.split(' - at')[0]}", key=key) from None
+    if config.speculative_window * 2 > config.token_budget:
+        raise ConfigError(
+            f"speculative_window {config.speculative_window} is more than half of max_num_batched_tokens {config.token_budget}",
+            key="speculative_window",
+        )
+    if config.device not in ("auto", "cpu", "cuda", "simulated") and not _is_cuda_index(config.device):
+        raise ConfigError(f"device {config.device!r} is not auto, cpu, cuda, cuda:N or simulated", key="device")
+    return config
+
+
+def pitfalls(config: EngineConfig) -> list[str]:
+    """Warnings for settings that are allowed and usually a mistake (section 8.2 of the seed)."""
+    found = []
+    if config.is_cuda and config.enable_chunked_prefill and config.token_budget < MIN_GPU_CHUNK:
+        found.append(
+            f"max_num_batched_tokens {config.token_budget} makes prefill chunks smaller than {MIN_GPU_CHUNK} tokens: launch overhead dominates on a GPU"
+        )
+    if config.gpu_memory_utilization > 0.95:
+        found.append(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for activations; 0.9 is the default"
+        )
+    return found
+
+
+def _is_cuda_index(device: str) -> bool:
+    kind, _, index = device.partition(":")
+    return kind == "cuda" and index.isdigit()

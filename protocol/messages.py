@@ -1,0 +1,264 @@
+"""The messages, in the order a request meets them.
+
+Requests to an actor are imperative (`Submit`, `RunStep`), facts are in the past tense
+(`StepDone`, `TokensSampled`). They are frozen, tagged and array-like: in one process they travel
+by reference, between processes as msgpack, the same types either way. They carry deltas, not
+state, and the per-step ones carry columns: one message a step, never one a token.
+
+    frontend  --Submit, Abort-->  Tokenizer  --Admit, Abort-->  Scheduler
+    Scheduler --RunStep-------->  Worker     --StepDone------>  Scheduler
+    Scheduler --TokensSampled-->  Detokenizer --TextOut------>  frontend
+    Tokenizer --Tokenized------>  frontend                      (what the prompt became)
+    Tokenizer, Scheduler --Refused--> Detokenizer               (ends that never opened)
+    Detokenizer --Abort(stop)-->  Scheduler
+
+Times are seconds on the sending process's monotonic clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .errors import Problem
+from .ids import BlockId, Epoch, RequestId, SequenceId, StepId
+from .sampling import FinishReason, SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
+    """Base of all messages: immutable, tagged with its class name."""
+
+
+class Columns(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """Base of the parts of a message; untagged, since the message says what they are."""
+
+
+# ---- from the frontend to the tokenizer ---------------------------------------------------------
+
+
+class Submit(Message):
+    """A client wants tokens. `prompt` is text, token ids, or chat messages, as the client gave it."""
+
+    request_id: RequestId
+    label: str
+    prompt: str | list[int] | list[dict[str, Any]]
+    params: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    tenant: str | None = None
+    cache_salt: str | None = None
+    trace_context: dict[str, str] | None = None
+
+
+class Abort(Message):
+    """Stop work on a request. Takes the same path as its `Submit`; unknown ids are a no-op.
+
+    `reason` "stop" is the Detokenizer's: a stop string ended the request, the text is delivered.
+    """
+
+    request_id: RequestId
+    reason: str = "abort"
+
+
+class Tokenized(Message):
+    """Tells the frontend what the prompt became, for `RequestOutput`."""
+
+    request_id: RequestId
+    prompt: str | None
+    token_ids: list[int]
+
+
+# ---- to the scheduler ---------------------------------------------------------------------------
+
+
+class Admit(Message):
+    """A validated request. `params` is resolved: its seed is set, its stop ids include the model's ends."""
+
+    request_id: RequestId
+    label: str
+    token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float
+    stop_token_ids: list[int] = []
+    priority: int = 0
+    tenant: str | None = None
+    cache_salt: str | None = None
+    trace_context: dict[str, str] | None = None
+
+
+class Reset(Message):
+    """Forget every cached prefix that nobody holds (`Engine.reset_prefix_cache`)."""
+
+
+class Refused(Message):
+    """A request ends before it opened: refused (`problem`), or aborted while it waited (None)."""
+
+    request_id: RequestId
+    problem: Problem | None = None
+
+
+# ---- between the scheduler and the device -------------------------------------------------------
+
+
+class Fences(Columns):
+    """The last operation on each timeline that must be complete before this one starts."""
+
+    step: StepId = StepId(0)
+    copy_out: int = 0
+    copy_in: int = 0
+
+
+class NewRow(Columns):
+    """A sequence comes to the worker, or comes back: its whole state, once.
+
+    `token_ids` is the log (prompt and generated), `block_table` the device blocks that hold it.
+    `index` is the sequence's number within its request; with `params.seed` and the output
+    position it names the random number of each draw.
+    """
+
+    seq_id: SequenceId
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_table: list[BlockId]
+    index: int = 0
+    namespace: int = 0
+
+
+class TableEdit(Columns):
+    """`block_table[first : first + len(block_ids)] = block_ids`, growing the table where it ends."""
+
+    seq_id: SequenceId
+    first: int
+    block_ids: list[BlockId]
+
+
+class BlockCopy(Columns):
+    """Copy the first `num_tokens` slots of a device block, all layers, before layer 0 of the step."""
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+
+
+class RunStep(Message):
+    """One model step. The device applies, in this order: `released`, `admitted`, `table_edits`, `copies`, rows.
+
+    Row i computes `num_tokens[i]` tokens of sequence `seq_ids[i]` from position `starts[i]` on:
+    their KV is written (all rows' before any row attends, in every layer), and where `samples[i]`
+    is 1 the next token is drawn from the last one's logits and appended to the sequence's log on
+    the device. A sequence has at most one row in a step, and no row is empty.
+    `shared_groups` are row sets that share a run of leading blocks: (row indices, number of blocks).
+    """
+
+    epoch: Epoch
+    step_id: StepId
+    after: Fences
+    seq_ids: list[SequenceId]
+    starts: list[int]
+    num_tokens: list[int]
+    samples: list[int]
+    admitted: list[NewRow] = []
+    released: list[SequenceId] = []
+    table_edits: list[TableEdit] = []
+    copies: list[BlockCopy] = []
+    shared_groups: list[tuple[list[int], int]] = []
+
+
+class FailedRow(Columns):
+    """A row whose logits were not finite. Its sequence ends with an error; the others do not notice."""
+
+    seq_id: SequenceId
+    message: str
+
+
+class StepDone(Message):
+    """A step ended. `seq_ids` and `token_ids` are the sampled tokens as columns, in row order."""
+
+    epoch: Epoch
+    step_id: StepId
+    seq_ids: list[SequenceId]
+    token_ids: list[int]
+    seconds: float
+    failed: list[FailedRow] = []
+
+
+class StepFailed(Message):
+    """A step raised: the device's state is not to be trusted any more and its epoch ends."""
+
+    epoch: Epoch
+    step_id: StepId
+    problem: Problem
+
+
+# ---- to the detokenizer and back to the frontend -------------------------------------------------
+
+
+class Open(Columns):
+    """Precedes a request's first token: what its text machine needs, and how it came to run.
+
+    `prompt_tail` is the end of the prompt's ids, so that the first piece joins it correctly.
+    """
+
+    request_id: RequestId
+    prompt_tail: list[int]
+    params: SamplingParams
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    queued_s: float
+    first_scheduled_s: float
+
+
+class SequenceEnd(Columns):
+    """The scheduler's proposal that a sequence ends with the tokens of this message.
+
+    A stop string completed by an earlier token, or by the last one, wins over it.
+    """
+
+    request_id: RequestId
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    problem: Problem | None = None
+    num_preemptions: int = 0
+
+
+class TokensSampled(Message):
+    """A step's new tokens, as columns, with the requests that opened before and ended with them."""
+
+    request_ids: list[RequestId]
+    token_ids: list[int]
+    sampled_s: float
+    opened: list[Open] = []
+    ended: list[SequenceEnd] = []
+
+
+class Metrics(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """When things happened to a request, in monotonic seconds of the engine's process; None: not yet."""
+
+    arrival: float
+    queued: float | None = None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    num_preemptions: int = 0
+
+
+class TextDelta(Columns):
+    """New text and tokens of one request; `finish_reason` makes it the one terminal."""
+
+    request_id: RequestId
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    problem: Problem | None = None
+    num_cached_tokens: int = 0
+    metrics: Metrics | None = None
+
+
+class TextOut(Message):
+    """A step's new text for one frontend."""
+
+    deltas: list[TextDelta]
