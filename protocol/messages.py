@@ -37,7 +37,7 @@ class Columns(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, 
 # ---- from the frontend to the tokenizer ---------------------------------------------------------
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """A client wants tokens. `prompt` is text, token ids, or chat messages, as the client gave it."""
 
     request_id: RequestId
@@ -51,7 +51,7 @@ class Submit(Message):
     trace_context: dict[str, str] | None = None
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Stop work on a request. Takes the same path as its `Submit`; unknown ids are a no-op.
 
     `reason` "stop" is the Detokenizer's: a stop string ended the request, the text is delivered.
@@ -61,7 +61,7 @@ class Abort(Message):
     reason: str = "abort"
 
 
-class Tokenized(Message):
+class Tokenized(Message, frozen=True):
     """Tells the frontend what the prompt became, for `RequestOutput`."""
 
     request_id: RequestId
@@ -72,7 +72,7 @@ class Tokenized(Message):
 # ---- to the scheduler ---------------------------------------------------------------------------
 
 
-class Admit(Message):
+class Admit(Message, frozen=True):
     """A validated request. `params` is resolved: its seed is set, its stop ids include the model's ends."""
 
     request_id: RequestId
@@ -87,11 +87,11 @@ class Admit(Message):
     trace_context: dict[str, str] | None = None
 
 
-class Reset(Message):
+class Reset(Message, frozen=True):
     """Forget every cached prefix that nobody holds (`Engine.reset_prefix_cache`)."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """A request ends before it opened: refused (`problem`), or aborted while it waited (None)."""
 
     request_id: RequestId
@@ -101,7 +101,7 @@ class Refused(Message):
 # ---- between the scheduler and the device -------------------------------------------------------
 
 
-class Fences(Columns):
+class Fences(Columns, frozen=True):
     """The last operation on each timeline that must be complete before this one starts."""
 
     step: StepId = StepId(0)
@@ -109,7 +109,7 @@ class Fences(Columns):
     copy_in: int = 0
 
 
-class NewRow(Columns):
+class NewRow(Columns, frozen=True):
     """A sequence comes to the worker, or comes back: its whole state, once.
 
     `token_ids` is the log (prompt and generated), `block_table` the device blocks that hold it.
@@ -126,7 +126,7 @@ class NewRow(Columns):
     namespace: int = 0
 
 
-class TableEdit(Columns):
+class TableEdit(Columns, frozen=True):
     """`block_table[first : first + len(block_ids)] = block_ids`, growing the table where it ends."""
 
     seq_id: SequenceId
@@ -134,7 +134,7 @@ class TableEdit(Columns):
     block_ids: list[BlockId]
 
 
-class BlockCopy(Columns):
+class BlockCopy(Columns, frozen=True):
     """Copy the first `num_tokens` slots of a device block, all layers, before layer 0 of the step."""
 
     source: BlockId
@@ -142,7 +142,7 @@ class BlockCopy(Columns):
     num_tokens: int
 
 
-class RunStep(Message):
+class RunStep(Message, frozen=True):
     """One model step. The device applies, in this order: `released`, `admitted`, `table_edits`, `copies`, rows.
 
     Row i computes `num_tokens[i]` tokens of sequence `seq_ids[i]` from position `starts[i]` on:
@@ -166,14 +166,14 @@ class RunStep(Message):
     shared_groups: list[tuple[list[int], int]] = []
 
 
-class FailedRow(Columns):
+class FailedRow(Columns, frozen=True):
     """A row whose logits were not finite. Its sequence ends with an error; the others do not notice."""
 
     seq_id: SequenceId
     message: str
 
 
-class StepDone(Message):
+class StepDone(Message, frozen=True):
     """A step ended. `seq_ids` and `token_ids` are the sampled tokens as columns, in row order."""
 
     epoch: Epoch
@@ -184,7 +184,7 @@ class StepDone(Message):
     failed: list[FailedRow] = []
 
 
-class StepFailed(Message):
+class StepFailed(Message, frozen=True):
     """A step raised: the device's state is not to be trusted any more and its epoch ends."""
 
     epoch: Epoch
@@ -195,7 +195,7 @@ class StepFailed(Message):
 # ---- to the detokenizer and back to the frontend -------------------------------------------------
 
 
-class Open(Columns):
+class Open(Columns, frozen=True):
     """Precedes a request's first token: what its text machine needs, and how it came to run.
 
     `prompt_tail` is the end of the prompt's ids, so that the first piece joins it correctly.
@@ -210,7 +210,7 @@ class Open(Columns):
     first_scheduled_s: float
 
 
-class SequenceEnd(Columns):
+class SequenceEnd(Columns, frozen=True):
     """The scheduler's proposal that a sequence ends with the tokens of this message.
 
     A stop string completed by an earlier token, or by the last one, wins over it.
@@ -223,7 +223,7 @@ class SequenceEnd(Columns):
     num_preemptions: int = 0
 
 
-class TokensSampled(Message):
+class TokensSampled(Message, frozen=True):
     """A step's new tokens, as columns, with the requests that opened before and ended with them."""
 
     request_ids: list[RequestId]
@@ -245,7 +245,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
 
 
-class TextDelta(Columns):
+class TextDelta(Columns, frozen=True):
     """New text and tokens of one request; `finish_reason` makes it the one terminal."""
 
     request_id: RequestId
@@ -258,7 +258,7 @@ class TextDelta(Columns):
     metrics: Metrics | None = None
 
 
-class TextOut(Message):
+class TextOut(Message, frozen=True):
     """A step's new text for one frontend."""
 
     deltas: list[TextDelta]

@@ -1,0 +1,319 @@
+"""The one door to KV memory: every transaction on the pool, the tree and a sequence's holding.
+
+The scheduler speaks in tokens and sequences; this class turns that into locks, blocks and table
+entries. Each method either does all of what it says or changes nothing.
+
+What is available. Blocks that could be handed out now are the free ones and the evictable ones.
+A sequence that was admitted is *promised* the blocks its known tokens need (`Holding.reserved`),
+so a prefill never stops half way for want of memory, and only growth past the known tokens can
+fail. The invariant `num_free + num_evictable >= total reserved` is what makes a promise good:
+
+    transaction                          free      evictable     reserved
+    ----------------------------------   -------   -----------   ------------------
+    admit, m matched of which u unlocked    0         -u           +(blocks needed - m)
+    share k blocks instead of computing     0         -unlocked    -k (those not taken yet)
+    grow by k, promised                    -k, or evicted          -k
+    release                                +private   +unlocked    -what was left
+
+One step is planned between `begin_step` calls. Within it, three facts keep a token from being
+computed twice: blocks enter the tree when their step is planned (`enter`), a row looks up again
+before each chunk (`advance`), and a row whose next tokens are being computed by another row of
+this very step, in a block that cannot be shared or copied yet, waits for the next (`must_wait`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from ..protocol.ids import BlockId, SequenceId, StepId
+from ..protocol.messages import BlockCopy
+from ..protocol.outputs import BlockCounts
+from .holding import Holding
+from .integrity import problems
+from .pool import BlockPool
+from .tokens import TokenLog, common_tokens
+from .tree import Match, Node, PrefixTree
+
+
+class Advance(NamedTuple):
+    """How far a row has come after looking up again."""
+
+    num_computed: int
+    copy: BlockCopy | None
+    must_wait: bool
+
+
+class RolledBack(NamedTuple):
+    """A sequence lost the KV of its tokens from `num_tokens` on; it holds nothing any more."""
+
+    seq_id: SequenceId
+    num_tokens: int
+
+
+class KVCache:
+    """Blocks, tree and holdings of one tier, behind transactions.
+
+    With `enable_prefix_caching` off each sequence has a namespace of its own, emptied at its end:
+    the same mechanism without sharing, so preemption and resumption work alike.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.tree = PrefixTree(self.pool, block_size)
+        self.num_reserved = 0
+        self._holdings: dict[SequenceId, Holding] = {}
+        self._step = StepId(0)
+        # Blocks that rows of this step fill only partly: (node they hang below) -> the whole block's tokens.
+        self._filling: dict[Node, list[bytes]] = {}
+
+    # ---- life of a holding ----------------------------------------------------------------------
+
+    def open(self, seq_id: SequenceId, namespace: Hashable) -> Holding:
+        """A holding for a new sequence. It holds nothing until it is admitted."""
+        if not self.enable_prefix_caching:
+            namespace = ("sequence", seq_id)
+        holding = Holding(seq_id, namespace)
+        self._holdings[seq_id] = holding
+        return holding
+
+    def close(self, holding: Holding) -> None:
+        """The sequence has ended: release what it holds and forget it. What it entered stays as cache."""
+        self.release(holding)
+        del self._holdings[holding.seq_id]
+        if not self.enable_prefix_caching:
+            self.tree.drop_namespace(holding.namespace)
+        self.tree.forget_if_empty(holding.namespace)
+
+    def begin_step(self, step_id: StepId) -> None:
+        """The next transactions plan step `step_id`."""
+        self._step = step_id
+        self._filling.clear()
+
+    # ---- transactions ---------------------------------------------------------------------------
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out and are promised to nobody."""
+        return self.pool.num_free + self.tree.num_evictable - self.num_reserved
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, holding: Holding, log: TokenLog, *, spare: int = 0) -> int | None:
+        """Lock the longest cached prefix of `log` and promise the blocks for the rest of it.
+
+        Returns the number of tokens found (whole blocks, at most `len(log) - 1`), or None, with no
+        trace left, when that would leave fewer than `spare` blocks available.
+        """
+        assert holding.node is None, "admitted twice"
+        match = self.tree.match(self.tree.root(holding.namespace), log, len(log) - 1)
+        needed = self.blocks_for(len(log)) - len(match.blocks)
+        if needed + spare > self.num_available - match.num_unlocked:
+            self.tree.forget_if_empty(holding.namespace)
+            return None
+        holding.node = self.tree.lock(match)
+        holding.block_table = match.blocks
+        holding.num_tree_blocks = len(match.blocks)
+        holding.reserved = needed
+        self.num_reserved += needed
+        return len(match.blocks) * self.block_size
+
+    def lookup(self, namespace: Hashable, log: TokenLog) -> int:
+        """Tokens of `log` the cache holds in whole blocks. Changes nothing."""
+        root = self.tree.peek(namespace)
+        return 0 if root is None else len(self.tree.match(root, log, len(log) - 1).blocks) * self.block_size
+
+    def advance(self, holding: Holding, log: TokenLog, num_computed: int) -> Advance:
+        """Look up again before a chunk: take what others have entered meanwhile.
+
+        Whole blocks are shared (own copies of them given back). A partly matching block is copied into a
+        private one. `must_wait`: another row of this step computes the next tokens; plan nothing now.
+        """
+        match = self.tree.match(_held(holding), log, len(log) - 1)
+        if match.blocks:
+            self._share(holding, match)
+            num_computed = max(num_computed, match.depth * self.block_size)
+        start = holding.num_tree_blocks * self.block_size
+        if match.partial is not None and start + match.num_partial > num_computed:
+            if self.pool.last_step[match.partial] == self._step:
+                return Advance(num_computed, None, True)
+            copy = self._copy(holding, match.partial, match.num_partial)
+            return Advance(start + match.num_partial, copy, False)
+        return Advance(num_computed, None, self._is_being_filled(holding, log, num_computed))
+
+    def grow(self, holding: Holding, num_tokens: int) -> bool:
+        """Extend the table so that it holds `num_tokens` tokens, evicting cache if need be.
+
+        False, and nothing changed, when that takes more blocks than are promised or available.
+        """
+        needed = self.blocks_for(num_tokens) - len(holding.block_table)
+        if needed <= 0:
+            return True
+        if needed - holding.reserved > self.num_available:
+            return False
+        promised = min(needed, holding.reserved)
+        holding.reserved -= promised
+        self.num_reserved -= promised
+        holding.block_table += self._take(needed)
+        return True
+
+    def enter(self, holding: Holding, log: TokenLog, before: int, after: int) -> None:
+        """This step computes tokens [before, after) of the sequence: put its full blocks into the tree.
+
+        Only blocks whose tokens are all known enter. A block that the tree has already is switched to
+        the tree's and given back, but not in the step that still writes it: then it stays private until
+        the sequence next comes by here.
+        """
+        size = self.block_size
+        for index in range(before // size, self.blocks_for(after)):
+            self.pool.last_step[holding.block_table[index]] = self._step
+        full = min(after, len(log)) // size
+        while holding.num_tree_blocks < full:
+            match = self.tree.match(_held(holding), log, full * size)
+            done = min(match.depth, before // size)
+            if done > holding.num_tree_blocks:
+                self._share(holding, match._replace(blocks=match.blocks[: done - holding.num_tree_blocks]))
+            elif match.blocks:
+                break
+            else:
+                self._insert(holding, log, full)
+        if after % size and full == holding.num_tree_blocks and len(log) >= (full + 1) * size:
+            self._filling.setdefault(_held(holding), []).append(log.block(full, size))
+
+    def prove(self, holding: Holding, step_id: StepId) -> None:
+        """A token was drawn from finite logits over what the sequence held in `step_id`."""
+        self.tree.prove(_held(holding), step_id)
+
+    def release(self, holding: Holding) -> None:
+        """Let go of everything (preemption, or the end): the tree's part becomes cache, the rest is free."""
+        if holding.node is None:
+            return
+        self.pool.free_private(holding.private_blocks[::-1])
+        self.tree.unlock(holding.node)
+        holding.node = None
+        self.num_reserved -= holding.reserved
+        holding.reserved = 0
+        holding.block_table = []
+        holding.num_tree_blocks = 0
+        holding.mark_sent()
+
+    def fail(self, holding: Holding) -> list[RolledBack]:
+        """The sequence's logits were not finite: what nobody has proven on its path leaves the tree.
+
+        Releases `holding` and every other sequence that holds a removed block; those are returned with
+        the tokens that are still cached for them.
+        """
+        doomed = _held(holding)
+        if doomed.proven:
+            self.release(holding)
+            return []
+        while doomed.parent is not None and not doomed.parent.proven:
+            doomed = doomed.parent
+        keep = doomed.start * self.block_size
+        victims = [other for other in self._holdings.values() if other is not holding and _is_below(other.node, doomed)]
+        for victim in (holding, *victims):
+            self.release(victim)
+        self.tree.drop(doomed)
+        return [RolledBack(victim.seq_id, keep) for victim in victims]
+
+    def reset(self) -> None:
+        """Forget every cached block that no sequence holds."""
+        self.tree.clear()
+
+    # ---- facts ----------------------------------------------------------------------------------
+
+    def counts(self) -> BlockCounts:
+        """Free, cached and referenced blocks; they add up to the pool."""
+        free, cached = self.pool.num_free, self.tree.num_evictable
+        return BlockCounts(self.num_blocks, free, cached, self.num_blocks - free - cached)
+
+    def holdings(self) -> Iterable[Holding]:
+        """Every open holding."""
+        return self._holdings.values()
+
+    def check_integrity(self) -> list[str]:
+        """Everything that is wrong with pool, tree and holdings, in words. Empty: nothing is."""
+        return problems(self.pool, self.tree, list(self._holdings.values()), self.num_reserved)
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> list[BlockId]:
+        missing = count - self.pool.num_free
+        if missing > 0:
+            evicted = self.tree.evict(missing)
+            assert evicted == missing, "a promise was broken: fewer blocks evictable than counted"
+        return self.pool.take(count)
+
+    def _share(self, holding: Holding, match: Match) -> None:
+        """Switch the table to the tree's blocks, ours at the same places given back.
+
+        before   [ tree: locked ) [ private: some of the matched places, maybe more ) [ promised )
+        after    [ tree: locked, grown by the match ) [ private behind it ) [ promised, less what was taken )
+        """
+        first = holding.num_tree_blocks
+        depth = first + len(match.blocks)
+        if depth != match.depth:
+            match = self._shorten(holding, match, depth)
+        holding.node = self.tree.lock(match, below=holding.node)
+        replaced: list[BlockId] = []
+        for index, block in enumerate(match.blocks, first):
+            old = holding.place(index, block)
+            if old is not None:
+                replaced.append(old)
+            else:
+                assert holding.reserved, "a block beyond the promise"
+                holding.reserved -= 1
+                self.num_reserved -= 1
+        self.pool.free_private(replaced[::-1])
+        holding.num_tree_blocks = depth
+
+    def _shorten(self, holding: Holding, match: Match, depth: int) -> Match:
+        """The same match cut at `depth`: climb to the node that holds that depth."""
+        node = match.node
+        while node.start >= depth and node.parent is not None:
+            node = node.parent
+        return match._replace(node=node, depth=depth)
+
+    def _copy(self, holding: Holding, source: BlockId, num_tokens: int) -> BlockCopy:
+        index = holding.num_tree_blocks
+        if index == len(holding.block_table):
+            grown = self.grow(holding, (index + 1) * self.block_size)
+            assert grown, "the block for a partly cached prompt was not promised"
+        target = holding.block_table[index]
+        self.pool.last_step[target] = self._step
+        return BlockCopy(source, target, num_tokens)
+
+    def _insert(self, holding: Holding, log: TokenLog, full: int) -> None:
+        first = holding.num_tree_blocks
+        width = self.tree.width
+        tokens = log.buffer[first * width : full * width]
+        holding.node = self.tree.insert(_held(holding), tokens, holding.block_table[first:full], self._step)
+        holding.num_tree_blocks = full
+
+    def _is_being_filled(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
+        candidates = self._filling.get(_held(holding))
+        if not candidates:
+            return False
+        index = holding.num_tree_blocks
+        own = log.block(index, self.block_size)
+        start = index * self.block_size
+        return any(start + common_tokens(own, other) > num_computed for other in candidates)
+
+
+def _held(holding: Holding) -> Node:
+    assert holding.node is not None, f"sequence {holding.seq_id} holds nothing"
+    return holding.node
+
+
+def _is_below(node: Node | None, ancestor: Node) -> bool:
+    step = node
+    while step is not None:
+        if step is ancestor:
+            return True
+        step = step.parent
+    return False
