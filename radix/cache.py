@@ -67,8 +67,8 @@ class KVCache:
         self.num_reserved = 0
         self._holdings: dict[SequenceId, Holding] = {}
         self._step = StepId(0)
-        # Blocks that rows of this step fill only partly: (node they hang below) -> the whole block's tokens.
-        self._filling: dict[Node, list[bytes]] = {}
+        # Blocks that rows of this step fill only partly, by the node they hang below: who, and the whole block's tokens.
+        self._filling: dict[Node, list[tuple[SequenceId, bytes]]] = {}
 
     # ---- life of a holding ----------------------------------------------------------------------
 
@@ -76,6 +76,7 @@ class KVCache:
         """A holding for a new sequence. It holds nothing until it is admitted."""
         if not self.enable_prefix_caching:
             namespace = ("sequence", seq_id)
+        assert seq_id not in self._holdings, f"sequence {seq_id} opened twice"
         holding = Holding(seq_id, namespace)
         self._holdings[seq_id] = holding
         return holding
@@ -86,7 +87,6 @@ class KVCache:
         del self._holdings[holding.seq_id]
         if not self.enable_prefix_caching:
             self.tree.drop_namespace(holding.namespace)
-        self.tree.forget_if_empty(holding.namespace)
 
     def begin_step(self, step_id: StepId) -> None:
         """The next transactions plan step `step_id`."""
@@ -131,8 +131,9 @@ class KVCache:
     def advance(self, holding: Holding, log: TokenLog, num_computed: int) -> Advance:
         """Look up again before a chunk: take what others have entered meanwhile.
 
-        Whole blocks are shared (own copies of them given back). A partly matching block is copied into a
-        private one. `must_wait`: another row of this step computes the next tokens; plan nothing now.
+        Whole blocks are shared (own copies of them given back). A partly matching block, if it is proven, is
+        copied into a private one. `must_wait`: another row of this step computes the next tokens; plan nothing now.
+        `num_computed` counts what was found at admission; so does the result.
         """
         match = self.tree.match(_held(holding), log, len(log) - 1)
         if match.blocks:
@@ -142,8 +143,9 @@ class KVCache:
         if match.partial is not None and start + match.num_partial > num_computed:
             if self.pool.last_step[match.partial] == self._step:
                 return Advance(num_computed, None, True)
-            copy = self._copy(holding, match.partial, match.num_partial)
-            return Advance(start + match.num_partial, copy, False)
+            if match.is_partial_proven:
+                copy = self._copy(holding, match.partial, match.num_partial)
+                return Advance(start + match.num_partial, copy, False)
         return Advance(num_computed, None, self._is_being_filled(holding, log, num_computed))
 
     def grow(self, holding: Holding, num_tokens: int) -> bool:
@@ -169,13 +171,16 @@ class KVCache:
         the tree's and given back, but not in the step that still writes it: then it stays private until
         the sequence next comes by here.
         """
-        size = self.block_size
-        for index in range(before // size, self.blocks_for(after)):
-            self.pool.last_step[holding.block_table[index]] = self._step
+        size, last_step = self.block_size, self.pool.last_step
+        assert before >= holding.num_tree_blocks * size, "a row would write into a block of the tree"
+        for block in holding.block_table[before // size : self.blocks_for(after)]:
+            last_step[block] = self._step
         full = min(after, len(log)) // size
         while holding.num_tree_blocks < full:
             match = self.tree.match(_held(holding), log, full * size)
-            done = min(match.depth, before // size)
+            done = match.depth
+            while done > holding.num_tree_blocks and last_step[holding.block_table[done - 1]] == self._step:
+                done -= 1
             if done > holding.num_tree_blocks:
                 self._share(holding, match._replace(blocks=match.blocks[: done - holding.num_tree_blocks]))
             elif match.blocks:
@@ -183,7 +188,22 @@ class KVCache:
             else:
                 self._insert(holding, log, full)
         if after % size and full == holding.num_tree_blocks and len(log) >= (full + 1) * size:
-            self._filling.setdefault(_held(holding), []).append(log.block(full, size))
+            self._filling.setdefault(_held(holding), []).append((holding.seq_id, log.block(full, size)))
+
+    def is_alone(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
+        """Whether no other sequence has or computes the tokens after `num_computed`. Changes nothing."""
+        match = self.tree.match(_held(holding), log, len(log) - 1)
+        found = max(match.depth * self.block_size, holding.num_tree_blocks * self.block_size + match.num_partial)
+        return found <= num_computed and not self._is_being_filled(holding, log, num_computed)
+
+    def num_freed_by(self, holding: Holding) -> int:
+        """Blocks that releasing `holding` would make available: its private ones, promises, and what only it locks."""
+        freed = len(holding.private_blocks) + holding.reserved
+        node = holding.node
+        while node is not None and node.locks == 1:
+            freed += len(node.blocks)
+            node = node.parent
+        return freed
 
     def prove(self, holding: Holding, step_id: StepId) -> None:
         """A token was drawn from finite logits over what the sequence held in `step_id`."""
@@ -202,24 +222,29 @@ class KVCache:
         holding.num_tree_blocks = 0
         holding.mark_sent()
 
-    def fail(self, holding: Holding) -> list[RolledBack]:
+    def fail(self, holding: Holding, log: TokenLog | None = None) -> list[RolledBack]:
         """The sequence's logits were not finite: what nobody has proven on its path leaves the tree.
 
         Releases `holding` and every other sequence that holds a removed block; those are returned with
-        the tokens that are still cached for them.
+        the tokens that are still cached for them. A sequence that was preempted while its row was in
+        flight holds nothing any more: its path is then the one that `log` names.
         """
-        doomed = _held(holding)
-        if doomed.proven:
+        node, depth = holding.node, holding.num_tree_blocks
+        if node is None and log is not None and (root := self.tree.peek(holding.namespace)):
+            match = self.tree.match(root, log, len(log))
+            node, depth = match.node, match.depth
+        if node is None:
+            return []
+        doomed = self.tree.first_unproven(node)
+        keep = doomed.start + doomed.num_proven
+        if keep >= depth:
             self.release(holding)
             return []
-        while doomed.parent is not None and not doomed.parent.proven:
-            doomed = doomed.parent
-        keep = doomed.start * self.block_size
         victims = [other for other in self._holdings.values() if other is not holding and _is_below(other.node, doomed)]
         for victim in (holding, *victims):
             self.release(victim)
-        self.tree.drop(doomed)
-        return [RolledBack(victim.seq_id, keep) for victim in victims]
+        self.tree.drop_unproven(doomed)
+        return [RolledBack(victim.seq_id, keep * self.block_size) for victim in victims]
 
     def reset(self) -> None:
         """Forget every cached block that no sequence holds."""
@@ -279,14 +304,15 @@ class KVCache:
             node = node.parent
         return match._replace(node=node, depth=depth)
 
-    def _copy(self, holding: Holding, source: BlockId, num_tokens: int) -> BlockCopy:
+    def _copy(self, holding: Holding, source: BlockId, num_tokens: int) -> BlockCopy | None:
+        """The next private block starts with what `source` starts with; None: it is that block, evicted for it."""
         index = holding.num_tree_blocks
         if index == len(holding.block_table):
             grown = self.grow(holding, (index + 1) * self.block_size)
             assert grown, "the block for a partly cached prompt was not promised"
         target = holding.block_table[index]
         self.pool.last_step[target] = self._step
-        return BlockCopy(source, target, num_tokens)
+        return None if source == target else BlockCopy(source, target, num_tokens)
 
     def _insert(self, holding: Holding, log: TokenLog, full: int) -> None:
         first = holding.num_tree_blocks
@@ -302,7 +328,9 @@ class KVCache:
         index = holding.num_tree_blocks
         own = log.block(index, self.block_size)
         start = index * self.block_size
-        return any(start + common_tokens(own, other) > num_computed for other in candidates)
+        return any(
+            seq_id != holding.seq_id and start + common_tokens(own, other) > num_computed for seq_id, other in candidates
+        )
 
 
 def _held(holding: Holding) -> Node:

@@ -1,0 +1,316 @@
+"""The scheduler without its actor: messages in, messages out, no clock and no I/O of its own.
+
+    on_admit, on_abort      requests come and go
+    plan                    the next step, or None when there is nothing to do
+    on_step_done            tokens come back: logs grow, ends are found, text is on its way
+    take_outputs            what has been decided meanwhile, for the detokenizer
+    take_reports            what has happened meanwhile, for the logs
+
+Every method is a function of the state and its arguments, so a recorded run replays to the same
+decisions. `now` is monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...gpu.executor import Capacity
+from ...protocol.config import EngineConfig
+from ...protocol.errors import EngineDrainingError, NeverFitsError, Problem, QueueFullError, RequestFailedError, problem_of
+from ...protocol.ids import Epoch, RequestId, SequenceId, StepId
+from ...protocol.messages import (
+    Abort,
+    Admit,
+    Message,
+    Open,
+    Refused,
+    RunStep,
+    SequenceEnd,
+    StepDone,
+    TokensSampled,
+)
+from ...protocol.outputs import BlockCounts, EngineStats
+from ...protocol.sampling import FinishReason
+from ...radix.cache import KVCache, RolledBack
+from .draft import Draft
+from .gate import Gate
+from .planning import Planner
+from .policies import load_policy
+from .queues import Queues
+from .reports import Finished, Preempted, Report
+from .sequence import Sequence, State
+
+PROMPT_TAIL = 32
+"""Prompt tokens sent to the detokenizer, so that the first piece of text joins the prompt correctly."""
+
+
+class SchedulerCore:
+    """Request table, queues, KV bookkeeping and planner of one engine.
+
+    Raises `ConfigError` when the policy is not installed.
+    """
+
+    def __init__(self, config: EngineConfig, capacity: Capacity, *, epoch: Epoch) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.epoch = epoch
+        self.policy = load_policy(config.scheduling_policy)
+        self.cache = KVCache(
+            capacity.num_device_blocks, capacity.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self.queues = Queues()
+        self.gate = Gate(config, self.policy)
+        self.planner = Planner(config, cache=self.cache, queues=self.queues, gate=self.gate, on_preempt=self._on_preempt)
+        self.max_length = min(capacity.max_model_len, capacity.num_device_blocks * capacity.block_size)
+        self.draining = False
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.num_preemptions = {"recompute": 0, "swap": 0}
+        self._requests: dict[RequestId, Sequence] = {}
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._steps: dict[StepId, Draft] = {}
+        self._released: list[SequenceId] = []
+        self._refused: list[Refused] = []
+        self._ended: list[SequenceEnd] = []
+        self._reports: list[Report] = []
+        self._sampled: list[TokensSampled] = []
+        self._last_seq_id = 0
+        self._last_step_id = StepId(0)
+
+    # ---- requests come and go -------------------------------------------------------------------
+
+    def on_admit(self, message: Admit, now: float) -> None:
+        """Queue a request, or refuse it."""
+        try:
+            self._check_admissible(message)
+        except (NeverFitsError, QueueFullError, EngineDrainingError) as error:
+            self._refused.append(Refused(message.request_id, problem_of(error)))
+            return
+        self._last_seq_id += 1
+        seq_id = SequenceId(self._last_seq_id)
+        wanted = message.params.max_tokens
+        room = self.max_length if wanted is None else len(message.token_ids) + wanted
+        seq = Sequence(
+            seq_id,
+            message,
+            self.cache.open(seq_id, message.cache_salt),
+            max_length=min(self.max_length, room),
+            rank=(self.policy.priority_class(message), seq_id),
+        )
+        seq.queued_s = now
+        self._requests[message.request_id] = seq
+        self._sequences[seq_id] = seq
+        self.queues.add_waiting(seq)
+
+    def _check_admissible(self, message: Admit) -> None:
+        needed = len(message.token_ids) + 1
+        if self.draining:
+            raise EngineDrainingError("the engine is draining and takes no new requests")
+        if needed > self.max_length:
+            model, pool = self.capacity.max_model_len, self.capacity.num_device_blocks * self.capacity.block_size
+            what = f"max_model_len is {model}" if model <= pool else f"the KV pool holds {pool} tokens"
+            raise NeverFitsError(
+                f"the prompt has {len(message.token_ids)} tokens and needs room for one more ({needed}), but {what}",
+                field="prompt",
+            )
+        if len(self.queues.waiting) >= self.config.max_num_queued:
+            raise QueueFullError(f"{len(self.queues.waiting)} requests are waiting already (max_num_queued)")
+
+    def on_abort(self, message: Abort, now: float) -> None:
+        """End a request. Unknown and ended ids are a no-op."""
+        seq = self._requests.get(message.request_id)
+        if seq is not None:
+            self._finish(seq, "stop" if message.reason == "stop" else "abort", now)
+
+    def on_reset(self) -> None:
+        """Forget every cached prefix that nobody holds."""
+        self.cache.reset()
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> RunStep | None:
+        """The next step, or None: nothing to compute, or enough steps in flight."""
+        if len(self._steps) >= self.config.max_steps_in_flight:
+            return None
+        while True:
+            draft = Draft(self.epoch, StepId(self._last_step_id + 1))
+            self.planner.fill(draft, now)
+            if draft.rows:
+                break
+            if draft.num_preempted == 0:
+                return None  # whoever was preempted without a step may be admitted by the next round
+        self._last_step_id = draft.step_id
+        self._steps[draft.step_id] = draft
+        self.num_steps += 1
+        self.num_computed_tokens += sum(draft.num_tokens)
+        for seq in draft.rows:
+            if seq.first_scheduled_s is None:
+                seq.first_scheduled_s = now
+        released, self._released = self._released, []
+        return draft.message(released)
+
+    def next_wakeup(self) -> float | None:
+        """When to plan again although no message has come: a batch is being gathered until then."""
+        return self.gate.opens_at
+
+    def on_step_done(self, message: StepDone, now: float) -> None:
+        """Take in a step's tokens. Messages of another epoch are dropped."""
+        if message.epoch != self.epoch:
+            return
+        draft = self._steps.pop(message.step_id)
+        if draft.num_prefills:
+            self.gate.last_prefill_s = message.seconds
+        for seq, samples in zip(draft.rows, draft.samples, strict=True):
+            seq.in_flight -= samples
+        dropped = self._fail_rows(message, now)
+        request_ids: list[RequestId] = []
+        token_ids: list[int] = []
+        opened: list[Open] = []
+        for seq_id, token in zip(message.seq_ids, message.token_ids, strict=True):
+            known = self._sequences.get(seq_id)
+            if known is None or seq_id in dropped:
+                continue  # ended meanwhile: a surplus token
+            seq = known
+            if seq.first_token_s is None:
+                seq.first_token_s = now
+                opened.append(_open(seq))
+            request_ids.append(seq.request_id)
+            token_ids.append(token)
+            self._append(seq, token, message.step_id, now)
+        ended, self._ended = self._ended, []
+        if token_ids or ended:
+            self._sampled.append(TokensSampled(request_ids, token_ids, now, opened=opened, ended=ended))
+
+    def _append(self, seq: Sequence, token: int, step_id: StepId, now: float) -> None:
+        seq.log.append(token)
+        seq.last_token_s = now
+        seq.has_gained = True
+        if seq.state is State.RUNNING:
+            self.cache.prove(seq.holding, step_id)
+        if token in seq.stop_ids:
+            given = seq.admit.params.stop_token_ids
+            self._finish(seq, "stop", now, stop_token_id=token if given and token in given else None)
+        elif len(seq.log) >= seq.max_length:
+            self._finish(seq, "length", now)
+
+    def _fail_rows(self, message: StepDone, now: float) -> set[SequenceId]:
+        """End the sequences whose logits were not finite; set back whoever shared what they computed."""
+        dropped: set[SequenceId] = set()
+        for failure in message.failed:
+            seq = self._sequences.get(failure.seq_id)
+            if seq is None:
+                continue
+            victims: list[RolledBack] = []
+            if seq.state is State.RUNNING:
+                victims = self.cache.fail(seq.holding)
+            for victim in victims:
+                other = self._sequences[victim.seq_id]
+                self._leave_device(other)
+                self.planner.set_back(other)
+                dropped.add(victim.seq_id)
+            self._finish(seq, "error", now, problem=problem_of(RequestFailedError(failure.message)))
+        return dropped
+
+    # ---- ends -----------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        problem: Problem | None = None,
+    ) -> None:
+        self._leave_device(seq)
+        self.queues.remove(seq)
+        seq.state = State.FINISHED
+        self.cache.close(seq.holding)
+        del self._requests[seq.request_id]
+        del self._sequences[seq.seq_id]
+        self._ended.append(
+            SequenceEnd(
+                seq.request_id, reason, stop_token_id=stop_token_id, problem=problem, num_preemptions=seq.num_preemptions
+            )
+        )
+        self._reports.append(Finished.of(seq, reason, now, problem))
+
+    def _leave_device(self, seq: Sequence) -> None:
+        if seq.is_on_device:
+            seq.is_on_device = False
+            self._released.append(seq.seq_id)
+
+    def _on_preempt(self, seq: Sequence, freed: int) -> None:
+        self._leave_device(seq)
+        self.num_preemptions["recompute"] += 1
+        self._reports.append(Preempted(seq.request_id, "recompute", len(seq.log), freed, seq.num_preemptions))
+
+    # ---- what has been decided and what has happened ---------------------------------------------
+
+    def take_outputs(self, now: float) -> list[Message]:
+        """Messages for the detokenizer, in order, since the last call."""
+        outputs: list[Message] = [*self._refused, *self._sampled]
+        if self._ended:
+            outputs.append(TokensSampled([], [], now, ended=self._ended))
+        self._refused, self._sampled, self._ended = [], [], []
+        return outputs
+
+    def take_reports(self) -> list[Report]:
+        """Facts for the logs since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    # ---- facts ----------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return len(self._steps)
+
+    def stats(self) -> EngineStats:
+        """A consistent snapshot."""
+        return EngineStats(
+            num_running=len(self.queues.running),
+            num_waiting=len(self.queues.waiting),
+            num_preempted=len(self.queues.recovery),
+            device_blocks=self.cache.counts(),
+            host_blocks=BlockCounts(0, 0, 0, 0),
+            prefix_cache_queries=self.planner.num_queried_tokens,
+            prefix_cache_hits=self.planner.num_hit_tokens,
+            num_preemptions=dict(self.num_preemptions),
+            swap_out_bytes=0,
+            swap_in_bytes=0,
+            num_steps=self.num_steps,
+            num_restarts=0,
+            num_computed_tokens=self.num_computed_tokens,
+        )
+
+    def audit(self) -> list[str]:
+        """Everything that does not add up, in words; live requests are accounted for, not faults."""
+        found = self.cache.check_integrity()
+        queued: list[Any] = [*self.queues.running, *self.queues.recovery, *self.queues.waiting]
+        if {seq.seq_id for seq in queued} != set(self._sequences) or len(queued) != len(self._sequences):
+            found.append(f"{len(self._sequences)} sequences in the table, {len(queued)} in the queues")
+        if {seq.request_id for seq in self._sequences.values()} != set(self._requests):
+            found.append("the request table and the sequence table differ")
+        if {holding.seq_id for holding in self.cache.holdings()} != set(self._sequences):
+            found.append("a holding without a sequence, or the reverse")
+        return found
+
+
+def _open(seq: Sequence) -> Open:
+    assert seq.first_scheduled_s is not None
+    return Open(
+        request_id=seq.request_id,
+        prompt_tail=seq.admit.token_ids[-PROMPT_TAIL:],
+        params=seq.admit.params,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_cached_tokens,
+        queued_s=seq.queued_s,
+        first_scheduled_s=seq.first_scheduled_s,
+    )

@@ -1,0 +1,93 @@
+"""A step while it is being planned: rows as columns, and the deltas the device needs for them."""
+
+from __future__ import annotations
+
+import zlib
+
+from ...protocol.ids import Epoch, SequenceId, StepId
+from ...protocol.messages import BlockCopy, Fences, NewRow, RunStep, TableEdit
+from .sequence import Sequence
+
+
+class Draft:
+    """Collects a step's rows."""
+
+    def __init__(self, epoch: Epoch, step_id: StepId) -> None:
+        self.epoch = epoch
+        self.step_id = step_id
+        self.rows: list[Sequence] = []
+        self.starts: list[int] = []
+        self.num_tokens: list[int] = []
+        self.samples: list[int] = []
+        self.copies: list[BlockCopy] = []
+        self.num_decodes = 0
+        self.num_prefills = 0
+        self.num_preempted = 0
+
+    def add_decode(self, seq: Sequence) -> None:
+        """A row for the token sampled last."""
+        self._add(seq, 1)
+        self.num_decodes += 1
+
+    def add_chunk(self, seq: Sequence, count: int) -> None:
+        """A row for `count` tokens of a prompt or a resumption."""
+        self._add(seq, count)
+        self.num_prefills += 1
+        seq.num_chunks += 1
+
+    def extend_chunk(self, seq: Sequence, count: int) -> None:
+        """Lengthen a row that this step already has."""
+        row = self.rows.index(seq)
+        self.num_tokens[row] += count
+        seq.num_computed += count
+        if seq.num_remaining == 0:
+            self.samples[row] = 1
+            seq.in_flight += 1
+
+    def _add(self, seq: Sequence, count: int) -> None:
+        self.rows.append(seq)
+        self.starts.append(seq.num_computed)
+        self.num_tokens.append(count)
+        seq.num_computed += count
+        if seq.num_remaining == 0:
+            self.samples.append(1)
+            seq.in_flight += 1
+        else:
+            self.samples.append(0)
+
+    def message(self, released: list[SequenceId]) -> RunStep:
+        """The finished step. Sequences new to the device go whole, the others as table edits."""
+        admitted: list[NewRow] = []
+        edits: list[TableEdit] = []
+        for seq in self.rows:
+            holding = seq.holding
+            if not seq.is_on_device:
+                seq.is_on_device = True
+                admitted.append(_new_row(seq))
+                holding.mark_sent()
+            elif holding.changed or holding.num_sent < len(holding.block_table):
+                edits += [TableEdit(seq.seq_id, first, blocks) for first, blocks in holding.take_edits()]
+        return RunStep(
+            epoch=self.epoch,
+            step_id=self.step_id,
+            after=Fences(step=StepId(self.step_id - 1)),
+            seq_ids=[seq.seq_id for seq in self.rows],
+            starts=self.starts,
+            num_tokens=self.num_tokens,
+            samples=self.samples,
+            admitted=admitted,
+            released=released,
+            table_edits=edits,
+            copies=self.copies,
+        )
+
+
+def _new_row(seq: Sequence) -> NewRow:
+    return NewRow(
+        seq_id=seq.seq_id,
+        token_ids=seq.log.tolist(),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        params=seq.admit.params,
+        block_table=list(seq.holding.block_table),
+        namespace=zlib.crc32(repr(seq.holding.namespace).encode()),
+    )

@@ -1,0 +1,210 @@
+"""One step's plan: who computes what, and who must make room.
+
+    1. decodes      every running sequence that only lacks the token sampled last gets it, in order.
+                    No block left -> evict cache; still none -> preempt the last sequence in order.
+    2. admission    if nobody was preempted: recovery and waiting merged, until one does not fit.
+    3. prefill      what is left of the budget, split: half to the first prefill in order, the rest
+                    to the others by fewest remaining tokens; what one side cannot use, the other does.
+
+Step 1 asks memory only for growth, because admission promises each sequence the blocks of all its
+known tokens (see `radix/cache.py`): a prefill cannot stop half way, so two sequences that both
+hold blocks and both wait for more cannot exist. A victim is later in order than the asker, frees
+at least one block and has gained a token since it last came back; each preemption therefore
+follows at least one new token of somebody, and their number is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...protocol.config import EngineConfig
+from ...radix.cache import KVCache
+from .draft import Draft
+from .gate import Gate
+from .queues import Queues
+from .reserve import Reserve
+from .sequence import Sequence, State
+
+
+class Planner:
+    """Fills a `Draft` from the queues and the cache. `on_preempt(seq, freed)` is told of each victim."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        cache: KVCache,
+        queues: Queues,
+        gate: Gate,
+        on_preempt: Callable[[Sequence, int], None],
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.queues = queues
+        self.gate = gate
+        self.reserve = Reserve(cache.block_size)
+        self._on_preempt = on_preempt
+        self._odd_to_first = True
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def fill(self, draft: Draft, now: float) -> None:
+        """Plan one step into `draft`. Leaves it without rows when there is nothing to compute."""
+        self.cache.begin_step(draft.step_id)
+        self._decodes(draft)
+        if draft.num_preempted == 0:
+            self.reserve.on_step()
+            self._admit(now)
+        budget = max(1, self.config.token_budget - draft.num_decodes)
+        prefills = [seq for seq in self.queues.running if seq.is_prefilling and not seq.is_ending]
+        if self.config.enable_chunked_prefill:
+            self._chunks(draft, prefills, budget)
+        else:
+            self._whole_prefills(draft, prefills, budget)
+
+    # ---- 1. decodes -----------------------------------------------------------------------------
+
+    def _decodes(self, draft: Draft) -> None:
+        size = self.cache.block_size
+        for seq in list(self.queues.running):
+            if seq.state is not State.RUNNING or seq.is_ending or seq.is_prefilling:
+                continue
+            start = seq.num_computed
+            if start >= len(seq.holding.block_table) * size and not self._make_room(draft, seq):
+                continue
+            if (start + 1) % size == 0:
+                self.cache.enter(seq.holding, seq.log, start, start + 1)
+            draft.add_decode(seq)
+
+    def _make_room(self, draft: Draft, asker: Sequence) -> bool:
+        """Get `asker` a block for its next token. False: it is not run in this step."""
+        while not self.cache.grow(asker.holding, asker.num_computed + 1):
+            later = list(self.queues.later_than(asker))
+            victim = next((seq for seq in later if self._may_be_preempted(seq)), None)
+            if victim is not None:
+                self.preempt(draft, victim)
+            elif later:
+                return False  # those behind it were only just brought back: they get their token first
+            else:
+                self.preempt(draft, asker)
+                return False
+        return True
+
+    def _may_be_preempted(self, seq: Sequence) -> bool:
+        return seq.has_gained and self.cache.num_freed_by(seq.holding) > 0
+
+    def preempt(self, draft: Draft, victim: Sequence) -> None:
+        """Give up a sequence's blocks; its full ones stay in the tree as cache, its tokens in its log."""
+        freed = self.cache.num_freed_by(victim.holding)
+        draft.num_preempted += 1
+        self.reserve.on_preemption()
+        self.set_back(victim)
+        victim.num_preemptions += 1
+        self._on_preempt(victim, freed)
+
+    def set_back(self, seq: Sequence) -> None:
+        """From running to recovery: it holds nothing, and computes again what the cache does not keep."""
+        self.cache.release(seq.holding)
+        self.queues.preempt(seq)
+        seq.num_computed = 0
+        seq.has_gained = False
+        seq.counts_hits = False
+
+    # ---- 2. admission ---------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        running = self.queues.running
+        limit = self.config.running_limit
+        may_join = self.gate.opens(now, self.queues.waiting, num_running=len(running), limit=limit)
+        while len(running) < limit:
+            seq = self.queues.candidate()
+            if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
+                return
+            spare = self.reserve.blocks(running) if running else 0
+            found = self.cache.admit(seq.holding, seq.log, spare=spare)
+            if found is None:
+                return
+            seq.num_computed = found
+            if seq.counts_hits:
+                self.num_queried_tokens += seq.num_prompt_tokens
+                self._count_hit(seq, found)
+            self.queues.start(seq)
+
+    # ---- 3. prefill -----------------------------------------------------------------------------
+
+    def _chunks(self, draft: Draft, prefills: list[Sequence], budget: int) -> None:
+        if not prefills:
+            return
+        first, others = prefills[0], prefills[1:]
+        half = budget
+        if others:
+            half = budget // 2 + (budget % 2 if self._odd_to_first else 0)
+            self._odd_to_first = not self._odd_to_first
+        left = budget - self._chunk(draft, first, half)
+        for seq in sorted(others, key=lambda seq: seq.num_remaining):
+            if left == 0 or not self._takes_more(draft):
+                break
+            left -= self._chunk(draft, seq, left)
+        if left and others:
+            self._spend_the_rest(draft, first, left)
+
+    def _spend_the_rest(self, draft: Draft, first: Sequence, left: int) -> None:
+        """The others could not use their half: the first goes on, unless another row computes what it needs."""
+        if first not in draft.rows:
+            if self._takes_more(draft):
+                self._chunk(draft, first, left)
+            return
+        if not first.is_prefilling or not self.cache.is_alone(first.holding, first.log, first.num_computed):
+            return
+        count = min(left, first.num_remaining)
+        start = first.num_computed
+        self._enter(first, start, count)
+        draft.extend_chunk(first, count)
+
+    def _whole_prefills(self, draft: Draft, prefills: list[Sequence], budget: int) -> None:
+        left = budget
+        for seq in prefills:
+            if not self._takes_more(draft):
+                break
+            if not self._look_up(draft, seq):
+                continue
+            if seq.num_remaining > left and draft.num_prefills:
+                break
+            left -= self._compute(draft, seq, seq.num_remaining)
+            if left <= 0:
+                break
+
+    def _chunk(self, draft: Draft, seq: Sequence, allowance: int) -> int:
+        """Plan up to `allowance` tokens of `seq`; return how many."""
+        if allowance == 0 or not self._look_up(draft, seq):
+            return 0
+        return self._compute(draft, seq, min(allowance, seq.num_remaining))
+
+    def _look_up(self, draft: Draft, seq: Sequence) -> bool:
+        """Take what others have entered meanwhile. False: another row of this step computes the next tokens."""
+        advance = self.cache.advance(seq.holding, seq.log, seq.num_computed)
+        gained = advance.num_computed - seq.num_computed
+        seq.num_computed = advance.num_computed
+        if seq.counts_hits:
+            self._count_hit(seq, gained)
+        if advance.copy is not None:
+            draft.copies.append(advance.copy)
+        return not advance.must_wait
+
+    def _count_hit(self, seq: Sequence, num_tokens: int) -> None:
+        seq.num_cached_tokens += num_tokens
+        self.num_hit_tokens += num_tokens
+
+    def _compute(self, draft: Draft, seq: Sequence, count: int) -> int:
+        self._enter(seq, seq.num_computed, count)
+        draft.add_chunk(seq, count)
+        return count
+
+    def _enter(self, seq: Sequence, start: int, count: int) -> None:
+        grown = self.cache.grow(seq.holding, start + count)
+        assert grown, "a prefill's blocks were promised when it was admitted"
+        self.cache.enter(seq.holding, seq.log, start, start + count)
+
+    def _takes_more(self, draft: Draft) -> bool:
+        most = self.config.max_prefill_batch_size
+        return most is None or draft.num_prefills < most

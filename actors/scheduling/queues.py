@@ -1,0 +1,64 @@
+"""Who runs, who was preempted, who waits: three lists, each in the policy's order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from .sequence import Sequence, State
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
+
+
+class Queues:
+    """Running, recovery (preempted), waiting. A sequence is in at most one; `state` says which."""
+
+    def __init__(self) -> None:
+        self.running: list[Sequence] = []
+        self.recovery: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+
+    def add_waiting(self, seq: Sequence) -> None:
+        """A new request."""
+        seq.state = State.WAITING
+        insort(self.waiting, seq, key=_rank)
+
+    def start(self, seq: Sequence) -> None:
+        """From waiting or recovery to running."""
+        self.remove(seq)
+        seq.state = State.RUNNING
+        insort(self.running, seq, key=_rank)
+
+    def preempt(self, seq: Sequence) -> None:
+        """From running to recovery, where it keeps its rank."""
+        self.remove(seq)
+        seq.state = State.PREEMPTED
+        insort(self.recovery, seq, key=_rank)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out of the list it is in."""
+        queue = self._queue(seq)
+        place = bisect_left(queue, seq.rank, key=_rank)
+        assert queue[place] is seq, f"sequence {seq.seq_id} is not where its state says"
+        del queue[place]
+
+    def candidate(self) -> Sequence | None:
+        """Whom to admit next: the higher class first, within a class the preempted before the waiting."""
+        if not self.recovery:
+            return self.waiting[0] if self.waiting else None
+        if not self.waiting:
+            return self.recovery[0]
+        preempted, waiting = self.recovery[0], self.waiting[0]
+        return waiting if waiting.rank[0] < preempted.rank[0] else preempted
+
+    def later_than(self, seq: Sequence) -> Iterator[Sequence]:
+        """Running sequences after `seq` in order, the last first."""
+        place = bisect_left(self.running, seq.rank, key=_rank)
+        return reversed(self.running[place + 1 :])
+
+    def _queue(self, seq: Sequence) -> list[Sequence]:
+        if seq.state is State.RUNNING:
+            return self.running
+        return self.recovery if seq.state is State.PREEMPTED else self.waiting

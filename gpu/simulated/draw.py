@@ -1,0 +1,42 @@
+"""The simulated model: the next token is a hash of the tokens before it.
+
+As pure as a model's argmax, and touchier: one token read wrongly anywhere changes every token
+from there on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from ..slots import Slot
+from .contents import Int64Array
+
+
+class HashedToken:
+    """Draws tokens from [0, vocab_size) without `reserved_ids`.
+
+    Greedy (temperature 0): a function of the tokens alone. Otherwise of the tokens and of what names
+    the draw: the request's seed, the sequence's index in it, and the output position.
+    Raises `ValueError` when every id is reserved.
+    """
+
+    def __init__(self, vocab_size: int, reserved_ids: Iterable[int] = ()) -> None:
+        reserved = frozenset(reserved_ids)
+        self._choices: Sequence[int] = [i for i in range(vocab_size) if i not in reserved] if reserved else range(vocab_size)
+        if not self._choices:
+            raise ValueError(f"reserved_ids leaves no token of a vocabulary of {vocab_size}")
+
+    def draw(self, tokens: Int64Array, slot: Slot) -> int:
+        """The token after `tokens` (int64 `[n]`), as read from memory, for the sequence of `slot`.
+
+        Raises `ValueError` for a draw at a temperature above 0 without a seed: no such draw can be repeated.
+        """
+        key = b""
+        if slot.params.temperature > 0:
+            if slot.params.seed is None:
+                raise ValueError(f"sequence {slot.seq_id}: temperature {slot.params.temperature} without a resolved seed")
+            key = struct.pack("<qqq", slot.params.seed, slot.index, slot.num_output_tokens)
+        digest = blake2b(tokens.astype("<i4").tobytes(), digest_size=8, key=key).digest()
+        return self._choices[int.from_bytes(digest, "little") % len(self._choices)]

@@ -1,0 +1,283 @@
+"""The simulated device: an executor that computes hashes, in memory that knows its owners.
+
+It does with each step what a device does - take in the deltas, copy, write all rows' KV, then let
+each row attend to positions [0, end) through its block table - and checks every one of these reads.
+Nothing waits and nothing is random, so a whole engine runs on it at thousands of steps a second.
+
+What a real device would not notice raises here. After any exception the executor refuses to go on,
+since its caller must end the epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.config import EngineConfig
+from ...protocol.errors import ConfigError, ModelLoadError
+from ...protocol.ids import BlockId, Epoch, SequenceId, StepId
+from ...protocol.messages import FailedRow, NewRow, RunStep, StepDone
+from ...protocol.sampling import SamplingParams
+from ..executor import Capacity
+from ..slots import Row, Slot, SlotTable
+from .contents import Contents, Int64Array
+from .draw import HashedToken
+from .memory import BYTES_PER_SLOT, SimulatedMemory
+
+DEFAULT_NUM_BLOCKS = 1024
+DEFAULT_VOCAB_SIZE = 32_000
+DEFAULT_MAX_MODEL_LEN = 4096
+
+_STAND_IN = 0
+"""Token a failed row leaves in its log, so that the row a next step may already hold is in range."""
+
+
+@dataclass(kw_only=True, eq=False)
+class SimulatedExecutor:
+    """Implements `Executor` without a device. Every field but the sizes is a knob for tests, off by default."""
+
+    num_device_blocks: int = DEFAULT_NUM_BLOCKS
+    num_host_blocks: int = 0
+    block_size: int = 16
+    vocab_size: int = DEFAULT_VOCAB_SIZE
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+
+    reserved_ids: Collection[int] = ()
+    """Tokens the hash never gives (end tokens, say)."""
+    next_token: Callable[[Sequence[int], Slot], int] | None = None
+    """Takes the place of the hash: (tokens read back, slot) -> next token."""
+    fail_rows: Callable[[RunStep], Collection[SequenceId]] | None = None
+    """Rows of this step that turn NaN. Their sequences stay so until released or admitted again.
+
+    As on any device only a row that samples has logits to look at: one that does not is reported by
+    the first that does.
+    """
+    on_step: Callable[[RunStep], None] | None = None
+    """Called with each step before anything of it is applied; may raise."""
+    step_seconds: Callable[[RunStep], float] | None = None
+    """What `StepDone.seconds` reports; None: the time that the step took here."""
+    real_time: bool = False
+    """Sleep until `step_seconds` have passed."""
+    record: bool = False
+    """Keep `steps`."""
+    epoch: Epoch | None = None
+    """The epoch of all steps; None: that of the first one."""
+
+    num_computed_tokens: int = field(default=0, init=False)
+    """Tokens whose KV was computed, over all steps."""
+    steps: list[tuple[StepId, list[tuple[SequenceId, int, int]]]] = field(default_factory=list, init=False)
+    """With `record`: each step's id and its rows (sequence, start, number of tokens)."""
+
+    def __post_init__(self) -> None:
+        if self.real_time and self.step_seconds is None:
+            raise ValueError("real_time needs step_seconds: there is no duration to keep")
+        self.memory = SimulatedMemory(self.num_device_blocks, self.block_size)
+        self._hashed = HashedToken(self.vocab_size, self.reserved_ids)
+        self._slots = SlotTable()
+        self._contents: dict[SequenceId, Contents] = {}
+        self._not_finite: set[SequenceId] = set()
+        self._last_step = StepId(0)
+        self._unusable: str | None = None
+
+    @property
+    def capacity(self) -> Capacity:
+        """What was asked for at construction. `block_bytes` is what a copy of a simulated block moves."""
+        return Capacity(
+            device="simulated",
+            num_device_blocks=self.num_device_blocks,
+            num_host_blocks=self.num_host_blocks,
+            block_size=self.block_size,
+            block_bytes=self.block_size * BYTES_PER_SLOT,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences admitted and not released."""
+        return len(self._slots)
+
+    def run_step(self, step: RunStep) -> StepDone:
+        """Run `step` as `Executor.run_step` says.
+
+        Raises `MemoryFault` where a row reads or writes memory it must not, `ValueError` or `KeyError`
+        for a step that is out of order, of another epoch or at odds with the log, and `RuntimeError`
+        after an earlier exception or `close`.
+        """
+        started = time.perf_counter()
+        if self._unusable is not None:
+            raise RuntimeError(f"step {step.step_id}: the executor is not usable, {self._unusable}")
+        self._unusable = f"step {step.step_id} failed"
+        if self.on_step is not None:
+            self.on_step(step)
+        self._check_order(step)
+        rows = self._take_in(step)
+        for copy in step.copies:
+            self.memory.copy(copy.source, copy.target, copy.num_tokens)
+        self._write(rows)
+        seq_ids, token_ids, failed = self._attend(rows)
+        seconds = self._seconds(step, started)
+        self._unusable = None
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed)
+
+    def reference(self, prompt_ids: Sequence[int], params: SamplingParams, num_tokens: int, *, index: int = 0) -> list[int]:
+        """The first `num_tokens` tokens of a request run alone, computed without memory.
+
+        `index` is the sequence's number within its request. No stop is applied: a device knows none.
+        """
+        slot = Slot(NewRow(SequenceId(0), list(prompt_ids), len(prompt_ids), params, [], index=index))
+        contents = Contents(0, slot.token_ids)
+        for _ in range(num_tokens):
+            token = self._next_token(contents.tokens(), slot)
+            slot.token_ids.append(token)
+            contents.extend([token])
+        return slot.token_ids[len(prompt_ids) :]
+
+    def close(self) -> None:
+        """Forget everything. A later `run_step` raises."""
+        self._unusable = "it is closed"
+        self._slots = SlotTable()
+        self._contents.clear()
+        self.memory = SimulatedMemory(0, self.block_size)
+
+    def _check_order(self, step: RunStep) -> None:
+        if self.epoch is None:
+            self.epoch = step.epoch
+        if step.epoch != self.epoch:
+            raise ValueError(f"step {step.step_id} is of epoch {step.epoch}, this device's is {self.epoch}")
+        if step.step_id != self._last_step + 1:
+            raise ValueError(f"step {step.step_id} follows step {self._last_step}")
+        if step.after.step >= step.step_id:
+            raise ValueError(f"step {step.step_id} waits for step {step.after.step}, which cannot come before it")
+        self._last_step = step.step_id
+
+    def _take_in(self, step: RunStep) -> list[Row]:
+        """Apply the step's deltas; return its rows, checked."""
+        if len(set(step.seq_ids)) != len(step.seq_ids):
+            raise ValueError(f"step {step.step_id} has two rows of one sequence: {step.seq_ids}")
+        rows = self._slots.apply(step)
+        for seq_id in step.released:
+            self._contents.pop(seq_id, None)
+        self._not_finite.difference_update(step.released)
+        for new in step.admitted:
+            self._check_tokens(new.token_ids, new.seq_id)
+            self._contents[new.seq_id] = Contents(new.namespace, new.token_ids)
+            self._not_finite.discard(new.seq_id)
+        for row in rows:
+            self._check_row(row)
+        self._check_groups(step, rows)
+        if self.fail_rows is not None:
+            self._not_finite.update(set(self.fail_rows(step)) & set(step.seq_ids))
+        if self.record:
+            self.steps.append((step.step_id, list(zip(step.seq_ids, step.starts, step.num_tokens, strict=True))))
+        return rows
+
+    def _check_tokens(self, tokens: Sequence[int], seq_id: SequenceId) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise ValueError(f"sequence {seq_id}: token {wrong} is outside the vocabulary of {self.vocab_size}")
+
+    def _check_row(self, row: Row) -> None:
+        slot, start, end, samples = row
+        if start < 0 or end > self.max_model_len:
+            raise ValueError(f"sequence {slot.seq_id}: row [{start}, {end}) of a model of {self.max_model_len} positions")
+        if samples not in (0, 1):
+            raise ValueError(f"sequence {slot.seq_id}: {samples} samples of one row")
+        if samples and end != len(slot.token_ids):
+            raise ValueError(f"sequence {slot.seq_id}: samples after {end} tokens of a log of {len(slot.token_ids)}")
+
+    def _check_groups(self, step: RunStep, rows: list[Row]) -> None:
+        """Rows attended as a group must find the same blocks in front, and all of them within their context."""
+        for members, num_blocks in step.shared_groups:
+            shared: list[BlockId] = rows[members[0]].slot.block_table[:num_blocks]
+            for row in (rows[member] for member in members):
+                if row.slot.block_table[:num_blocks] != shared or num_blocks * self.block_size > row.end:
+                    raise ValueError(f"sequence {row.slot.seq_id} does not share {num_blocks} blocks with its group")
+
+    def _write(self, rows: list[Row]) -> None:
+        self.memory.begin_step()
+        for slot, start, end, _ in rows:
+            contents = self._contents[slot.seq_id]
+            self.memory.write(slot.block_table, contents, start=start, end=end, writer=slot.seq_id)
+            self.num_computed_tokens += end - start
+
+    def _attend(self, rows: list[Row]) -> tuple[list[SequenceId], list[int], list[FailedRow]]:
+        """Let every row read its context and sample. Returns the sampled columns and the failed rows."""
+        seq_ids: list[SequenceId] = []
+        token_ids: list[int] = []
+        failed: list[FailedRow] = []
+        for slot, _, end, samples in rows:
+            contents = self._contents[slot.seq_id]
+            read = self.memory.read_back(slot.block_table, contents, end=end, reader=slot.seq_id)
+            if not samples:
+                continue
+            token = _STAND_IN
+            if slot.seq_id in self._not_finite:
+                failed.append(FailedRow(slot.seq_id, "the model's logits are not finite"))
+            else:
+                token = self._next_token(read, slot)
+                seq_ids.append(slot.seq_id)
+                token_ids.append(token)
+            slot.token_ids.append(token)
+            contents.extend([token])
+        return seq_ids, token_ids, failed
+
+    def _next_token(self, tokens: Int64Array, slot: Slot) -> int:
+        if self.next_token is None:
+            return self._hashed.draw(tokens, slot)
+        token = self.next_token(tokens.tolist(), slot)
+        self._check_tokens([token], slot.seq_id)
+        return token
+
+    def _seconds(self, step: RunStep, started: float) -> float:
+        elapsed = time.perf_counter() - started
+        if self.step_seconds is None:
+            return elapsed
+        seconds = self.step_seconds(step)
+        if self.real_time and seconds > elapsed:
+            time.sleep(seconds - elapsed)
+        return seconds
+
+
+def open_simulated(config: EngineConfig, model_dir: Path | None) -> SimulatedExecutor:
+    """A simulated device of the sizes in `config`, with the vocabulary and length of the model in `model_dir`.
+
+    Reads `config.json` only. Without a directory the sizes are this module's defaults.
+    Raises `ModelLoadError` when the file is missing or unusable, `ConfigError` for a `max_model_len`
+    the model does not have.
+    """
+    vocab_size, model_len = DEFAULT_VOCAB_SIZE, DEFAULT_MAX_MODEL_LEN
+    if model_dir is not None:
+        vocab_size, model_len = _model_sizes(model_dir / "config.json")
+    max_model_len = config.max_model_len or model_len
+    if max_model_len > model_len:
+        raise ConfigError(f"max_model_len {max_model_len} is more than the model's {model_len} positions", key="max_model_len")
+    num_host_blocks = config.num_host_blocks
+    if num_host_blocks is None:
+        num_host_blocks = DEFAULT_NUM_BLOCKS if config.kv_offloading_size > 0 else 0
+    return SimulatedExecutor(
+        num_device_blocks=config.num_device_blocks or DEFAULT_NUM_BLOCKS,
+        num_host_blocks=num_host_blocks,
+        block_size=config.block_size,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+    )
+
+
+class _ModelSizes(msgspec.Struct):
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def _model_sizes(path: Path) -> tuple[int, int]:
+    try:
+        sizes = msgspec.json.decode(path.read_bytes(), type=_ModelSizes)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelLoadError(f"model: {path}: {error}", key="model") from error
+    if sizes.vocab_size < 1 or sizes.max_position_embeddings < 1:
+        raise ModelLoadError(f"model: {path}: vocab_size and max_position_embeddings must be positive", key="model")
+    return sizes.vocab_size, sizes.max_position_embeddings
