@@ -41,10 +41,15 @@ class Executor(Protocol):
         """What the device offers. Constant while the executor lives."""
         ...
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences the device remembers: 0 when everything has ended and been swept."""
+        ...
+
     def run_step(self, step: RunStep) -> StepDone:
         """Run one step to its end and return the sampled tokens.
 
-        Order of effects: `released`, `admitted`, `table_edits`, `copies`, then the rows. A row whose
+        A step may have no rows: then it only releases. Order of effects: `released`, `admitted`, `table_edits`, `copies`, then the rows. A row whose
         logits are not finite is reported in `failed` and samples nothing. Any exception means that
         the device's state is not to be trusted: the caller ends the epoch.
         """

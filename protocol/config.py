@@ -7,13 +7,15 @@ line is the description written here.
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import msgspec.inspect
 from msgspec import Meta
 
-from .errors import ConfigError
+from .errors import ConfigError, shorten
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WorkerKind = Literal["process", "inline"]
@@ -27,6 +29,12 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 
 MIN_GPU_CHUNK = 512
 """Below this many tokens a prefill chunk wastes a GPU (the seed's pitfall 1)."""
+
+MAX_INTEGER_BITS = 63
+"""Integers travel between processes as msgpack, which has 64 bits and a sign."""
+
+SECRETS = frozenset({"api_key"})
+"""Fields whose values appear in no log and no error."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,17 +123,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.num_threads or max(1, (os.cpu_count() or 1) - 1)
 
 
+FIELDS = {field.name: field for field in msgspec.structs.fields(EngineConfig)}
+"""Every setting by name, in the order of the class."""
+
+
 def checked(config: EngineConfig) -> EngineConfig:
     """Return `config` if every value is of its type and in range; else raise `ConfigError` with the key.
 
-    A struct built in Python is not validated by msgspec, so it takes a round trip through its schema.
+    msgspec does not validate a struct that Python builds, so each field is converted here.
     """
-    try:
-        config = msgspec.convert(msgspec.to_builtins(config), EngineConfig)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        key = text.rsplit("$.", 1)[1].rstrip("`") if "$." in text else None
-        raise ConfigError(f"configuration key {key or '?'}: {text.split(' - at')[0]}", key=key) from None
+    config = EngineConfig(**{key: converted(key, getattr(config, key)) for key in FIELDS})
     if config.speculative_window * 2 > config.token_budget:
         raise ConfigError(
             f"speculative_window {config.speculative_window} is more than half of max_num_batched_tokens {config.token_budget}",
@@ -136,12 +143,72 @@ def checked(config: EngineConfig) -> EngineConfig:
     return config
 
 
+def converted(key: str, value: Any, *, source: str | None = None) -> Any:
+    """`value` as field `key` holds it (an integer is a fine float; a bool is no integer).
+
+    Raises `ConfigError` that names `source` (default: the key), the value and what is allowed.
+    """
+    try:
+        result = msgspec.convert(value, FIELDS[key].type)
+    except msgspec.ValidationError:
+        result = math.nan
+    if isinstance(result, float) and not math.isfinite(result):
+        raise not_allowed(key, value, source=source)
+    if isinstance(result, int) and result.bit_length() > MAX_INTEGER_BITS:
+        raise not_allowed(key, value, source=source)
+    return result
+
+
+def not_allowed(key: str, value: Any, *, source: str | None = None) -> ConfigError:
+    """The error for a value that field `key` cannot hold. A secret's value is not shown."""
+    shown = "this value" if key in SECRETS else shorten(value)
+    return ConfigError(f"{source or key}: {shown} is not allowed; expected {allowed(key)}", key=key)
+
+
+def allowed(key: str) -> str:
+    """What field `key` may hold, in words."""
+    return " or ".join(_in_words(part) for part in _kinds(key))
+
+
+def plain_type(key: str) -> type[bool] | type[int] | type[float] | type[str]:
+    """The type of field `key` without its range, its choices and its none."""
+    match _kinds(key)[0]:
+        case msgspec.inspect.BoolType():
+            return bool
+        case msgspec.inspect.IntType():
+            return int
+        case msgspec.inspect.FloatType():
+            return float
+        case _:
+            return str
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """The words that field `key` may hold, where it is one of a few; else nothing."""
+    kind = _kinds(key)[0]
+    return tuple(map(str, kind.values)) if isinstance(kind, msgspec.inspect.LiteralType) else ()
+
+
+def description(key: str) -> str:
+    """What field `key` means, for the command line's help."""
+    info = msgspec.inspect.type_info(FIELDS[key].type)
+    extra = info.extra_json_schema if isinstance(info, msgspec.inspect.Metadata) else None
+    return str((extra or {}).get("description", ""))
+
+
+def shown(config: EngineConfig) -> dict[str, Any]:
+    """The settings that differ from their defaults, for the start line of the log; secrets are starred out."""
+    values = {key: getattr(config, key) for key, field in FIELDS.items() if getattr(config, key) != field.default}
+    return {key: "***" if key in SECRETS else value for key, value in values.items()}
+
+
 def pitfalls(config: EngineConfig) -> list[str]:
     """Warnings for settings that are allowed and usually a mistake (section 8.2 of the seed)."""
     found = []
     if config.is_cuda and config.enable_chunked_prefill and config.token_budget < MIN_GPU_CHUNK:
         found.append(
-            f"max_num_batched_tokens {config.token_budget} makes prefill chunks smaller than {MIN_GPU_CHUNK} tokens: launch overhead dominates on a GPU"
+            f"max_num_batched_tokens {config.token_budget} makes prefill chunks smaller than {MIN_GPU_CHUNK} tokens: "
+            "launch overhead dominates on a GPU"
         )
     if config.gpu_memory_utilization > 0.95:
         found.append(
@@ -150,6 +217,30 @@ def pitfalls(config: EngineConfig) -> list[str]:
     return found
 
 
+def _kinds(key: str) -> tuple[msgspec.inspect.Type, ...]:
+    info = msgspec.inspect.type_info(FIELDS[key].type)
+    while isinstance(info, msgspec.inspect.Metadata):
+        info = info.type
+    return info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+
+
+def _in_words(info: msgspec.inspect.Type) -> str:
+    match info:
+        case msgspec.inspect.NoneType():
+            return "none"
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.LiteralType(values=values):
+            return "one of " + ", ".join(str(value) for value in values)
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            kind = "an integer" if isinstance(info, msgspec.inspect.IntType) else "a number"
+            bounds = {"at least": info.ge, "above": info.gt, "at most": info.le, "below": info.lt}
+            limits = [f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None]
+            return f"{kind}, {' and '.join(limits)}" if limits else kind
+        case _:
+            return "text"
+
+
 def _is_cuda_index(device: str) -> bool:
     kind, _, index = device.partition(":")
-    return kind == "cuda" and index.isdigit()
+    return kind == "cuda" and index.isascii() and index.isdecimal()

@@ -54,7 +54,8 @@ class Submit(Message, frozen=True):
 class Abort(Message, frozen=True):
     """Stop work on a request. Takes the same path as its `Submit`; unknown ids are a no-op.
 
-    `reason` "stop" is the Detokenizer's: a stop string ended the request, the text is delivered.
+    `reason` "stop" and "error" are the Detokenizer's: a stop string ended the request, or its text could
+    not be made; either way the terminal has been delivered.
     """
 
     request_id: RequestId
@@ -85,10 +86,6 @@ class Admit(Message, frozen=True):
     tenant: str | None = None
     cache_salt: str | None = None
     trace_context: dict[str, str] | None = None
-
-
-class Reset(Message, frozen=True):
-    """Forget every cached prefix that nobody holds (`Engine.reset_prefix_cache`)."""
 
 
 class Refused(Message, frozen=True):

@@ -18,7 +18,9 @@ fail. The invariant `num_free + num_evictable >= total reserved` is what makes a
 One step is planned between `begin_step` calls. Within it, three facts keep a token from being
 computed twice: blocks enter the tree when their step is planned (`enter`), a row looks up again
 before each chunk (`advance`), and a row whose next tokens are being computed by another row of
-this very step, in a block that cannot be shared or copied yet, waits for the next (`must_wait`).
+this very step waits for the next: always, where a block is being filled that can be shared then
+(`must_wait`), and while others have use for the budget, where part of a full block can only be
+copied then (`may_wait`: distinct prompts with the same first few tokens must not queue up).
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from ..protocol.messages import BlockCopy
 from ..protocol.outputs import BlockCounts
 from .holding import Holding
 from .integrity import problems
+from .node import Node
 from .pool import BlockPool
 from .tokens import TokenLog, common_tokens
-from .tree import Match, Node, PrefixTree
+from .tree import Match, PrefixTree
 
 
 class Advance(NamedTuple):
@@ -42,6 +45,9 @@ class Advance(NamedTuple):
     num_computed: int
     copy: BlockCopy | None
     must_wait: bool
+    """Another row of this step computes the next tokens and will leave them in a block to share: plan nothing now."""
+    may_wait: bool = False
+    """Part of a block is computed by this step and can be copied in the next: plan others first."""
 
 
 class RolledBack(NamedTuple):
@@ -132,7 +138,7 @@ class KVCache:
         """Look up again before a chunk: take what others have entered meanwhile.
 
         Whole blocks are shared (own copies of them given back). A partly matching block, if it is proven, is
-        copied into a private one. `must_wait`: another row of this step computes the next tokens; plan nothing now.
+        copied into a private one.
         `num_computed` counts what was found at admission; so does the result.
         """
         match = self.tree.match(_held(holding), log, len(log) - 1)
@@ -140,13 +146,15 @@ class KVCache:
             self._share(holding, match)
             num_computed = max(num_computed, match.depth * self.block_size)
         start = holding.num_tree_blocks * self.block_size
-        if match.partial is not None and start + match.num_partial > num_computed:
-            if self.pool.last_step[match.partial] == self._step:
-                return Advance(num_computed, None, True)
-            if match.is_partial_proven:
-                copy = self._copy(holding, match.partial, match.num_partial)
-                return Advance(start + match.num_partial, copy, False)
-        return Advance(num_computed, None, self._is_being_filled(holding, log, num_computed))
+        pending = match.partial is not None and self.pool.last_step[match.partial] == self._step
+        reach = start + match.num_partial if pending or match.is_partial_proven else 0
+        if self._is_being_filled(holding, log, max(num_computed, reach)):
+            return Advance(num_computed, None, must_wait=True)
+        if match.partial is None or reach <= num_computed:
+            return Advance(num_computed, None, must_wait=False)
+        if pending:
+            return Advance(num_computed, None, must_wait=False, may_wait=True)
+        return Advance(reach, self._copy(holding, match.partial, match.num_partial), must_wait=False)
 
     def grow(self, holding: Holding, num_tokens: int) -> bool:
         """Extend the table so that it holds `num_tokens` tokens, evicting cache if need be.
@@ -206,8 +214,12 @@ class KVCache:
         return freed
 
     def prove(self, holding: Holding, step_id: StepId) -> None:
-        """A token was drawn from finite logits over what the sequence held in `step_id`."""
-        self.tree.prove(_held(holding), step_id)
+        """A token was drawn from finite logits over what the sequence held in `step_id`.
+
+        That says nothing about a block it was switched to after that step was planned.
+        """
+        if step_id >= holding.switched_in:
+            self.tree.prove(_held(holding), step_id)
 
     def release(self, holding: Holding) -> None:
         """Let go of everything (preemption, or the end): the tree's part becomes cache, the rest is free."""
@@ -285,6 +297,7 @@ class KVCache:
         if depth != match.depth:
             match = self._shorten(holding, match, depth)
         holding.node = self.tree.lock(match, below=holding.node)
+        holding.switched_in = self._step
         replaced: list[BlockId] = []
         for index, block in enumerate(match.blocks, first):
             old = holding.place(index, block)

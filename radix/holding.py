@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ..protocol.ids import BlockId, SequenceId
-from .tree import Node
+from ..protocol.ids import BlockId, SequenceId, StepId
+from .node import Node
 
 
 class Holding:
@@ -16,10 +16,21 @@ class Holding:
 
     `node` is None while the sequence holds nothing (waiting, preempted, paused).
     `reserved` blocks are promised to it and not yet taken. `num_sent` entries of the table are known
-    to the device; `changed` lists those among them that have been switched since.
+    to the device; `changed` lists those among them that have been switched since. `switched_in` is the
+    last step from which on it reads blocks of others that it did not read before.
     """
 
-    __slots__ = ("block_table", "changed", "namespace", "node", "num_sent", "num_tree_blocks", "reserved", "seq_id")
+    __slots__ = (
+        "block_table",
+        "changed",
+        "namespace",
+        "node",
+        "num_sent",
+        "num_tree_blocks",
+        "reserved",
+        "seq_id",
+        "switched_in",
+    )
 
     def __init__(self, seq_id: SequenceId, namespace: Hashable) -> None:
         self.seq_id = seq_id
@@ -30,6 +41,7 @@ class Holding:
         self.reserved = 0
         self.num_sent = 0
         self.changed: list[int] = []
+        self.switched_in = StepId(0)
 
     @property
     def private_blocks(self) -> list[BlockId]:

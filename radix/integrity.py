@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice, pairwise
 
 from .holding import Holding
+from .node import Node
 from .pool import BlockPool
-from .tree import Node, PrefixTree
+from .tree import PrefixTree
 
 
 def problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num_reserved: int) -> list[str]:
@@ -17,7 +19,8 @@ def problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num
     private = [block for holding in holdings for block in holding.private_blocks]
     return [
         *pool.problems(private, in_tree),
-        *_tree_problems(tree, nodes),
+        *(fault for node in nodes for fault in _node_problems(tree, node)),
+        *(fault for node in [*nodes, *_roots(tree)] for fault in _children_problems(tree, node)),
         *_lock_problems(tree, nodes, holdings),
         *_ring_problems(tree, nodes),
         *(fault for holding in holdings for fault in _holding_problems(tree, holding)),
@@ -25,24 +28,43 @@ def problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num
     ]
 
 
-def _tree_problems(tree: PrefixTree, nodes: list[Node]) -> list[str]:
+def _node_problems(tree: PrefixTree, node: Node) -> list[str]:
     found = []
-    for node in nodes:
-        name = _name(node)
-        if len(node.tokens) != len(node.blocks) * tree.width or not node.blocks:
-            found.append(f"{name}: {len(node.tokens)} bytes of tokens for {len(node.blocks)} blocks")
-        parent = node.parent
-        if parent is None or node.start != parent.end:
-            found.append(f"{name}: does not start where its parent ends")
-        elif node.proven and not parent.proven:
-            found.append(f"{name}: proven below an unproven parent")
-    for root_or_node in [*nodes, *(tree.root(name) for name in tree.namespaces())]:
-        firsts = sorted(bytes(child.tokens[: tree.width]) for bucket in root_or_node.children.values() for child in bucket)
-        if firsts != root_or_node.order:
-            found.append(f"{_name(root_or_node)}: the order of its children is not theirs")
-        if len(set(firsts)) != len(firsts):
-            found.append(f"{_name(root_or_node)}: two children start with the same block")
-    return found
+    if len(node.tokens) != len(node.blocks) * tree.width or not node.blocks:
+        found.append(f"{len(node.tokens)} bytes of tokens for {len(node.blocks)} blocks")
+    if not 0 <= node.num_proven <= len(node.blocks):
+        found.append(f"{node.num_proven} proven blocks of {len(node.blocks)}")
+    parent = node.parent
+    if parent is None or node.start != parent.end:
+        found.append("does not start where its parent ends")
+    else:
+        if node.num_proven and not parent.proven:
+            found.append("proven below an unproven parent")
+        if node.last_step < parent.last_step:
+            found.append(f"last entered in step {node.last_step}, before its parent in {parent.last_step}")
+        if node.locks > parent.locks:
+            found.append(f"{node.locks} locks, its parent {parent.locks}")
+    return [f"{_name(node)}: {fault}" for fault in found]
+
+
+def _children_problems(tree: PrefixTree, node: Node) -> list[str]:
+    found = []
+    firsts = []
+    for key, bucket in node.children.items():
+        if not bucket:
+            found.append("an empty place for a child")
+        for child in bucket:
+            first = bytes(child.tokens[: tree.width])
+            firsts.append(first)
+            if child.parent is not node or tree.key(first) != key:
+                found.append("a child that is not its own or not in its place")
+    if sorted(firsts) != node.order:
+        found.append("the order of its children is not theirs")
+    if len(set(firsts)) != len(firsts):
+        found.append("two children start with the same block")
+    if node.parent is None and not firsts and not node.locks:
+        found.append("a namespace kept for nothing")
+    return [f"{_name(node)}: {fault}" for fault in found]
 
 
 def _lock_problems(tree: PrefixTree, nodes: list[Node], holdings: Sequence[Holding]) -> list[str]:
@@ -52,25 +74,29 @@ def _lock_problems(tree: PrefixTree, nodes: list[Node], holdings: Sequence[Holdi
         while node is not None:
             held[id(node)] += 1
             node = node.parent
-    roots = [tree.root(name) for name in tree.namespaces()]
     return [
         f"{_name(node)}: {node.locks} locks, {held[id(node)]} holders"
-        for node in [*nodes, *roots]
+        for node in [*nodes, *_roots(tree)]
         if node.locks != held[id(node)]
     ]
 
 
 def _ring_problems(tree: PrefixTree, nodes: list[Node]) -> list[str]:
     found = []
-    age = {id(node): position for position, node in enumerate(tree.oldest_first())}
+    # One more than there can be: a damaged list may have no end.
+    ring = list(islice(tree.oldest_first(), len(nodes) + 1))
+    age = {id(node): position for position, node in enumerate(ring)}
     for node in nodes:
         if (node.locks == 0) != (id(node) in age):
             found.append(f"{_name(node)}: {node.locks} locks, {'in' if id(node) in age else 'not in'} the eviction list")
         parent = node.parent
         if parent is not None and id(node) in age and id(parent) in age and age[id(parent)] < age[id(node)]:
             found.append(f"{_name(node)}: more recent than its parent")
-    if len(age) > len(nodes):
-        found.append(f"{len(age)} nodes in the eviction list, {len(nodes)} in the tree")
+    if any(newer.older is not older for older, newer in pairwise(ring)):
+        found.append("the eviction list reads otherwise backwards")
+    strangers = len(set(age) - {id(node) for node in nodes})
+    if strangers or len(age) != len(ring):
+        found.append(f"the eviction list holds {strangers} nodes that are not in the tree, or one twice")
     evictable = sum(len(node.blocks) for node in nodes if node.locks == 0)
     if evictable != tree.num_evictable:
         found.append(f"{tree.num_evictable} blocks counted evictable, {evictable} are")
@@ -80,7 +106,7 @@ def _ring_problems(tree: PrefixTree, nodes: list[Node]) -> list[str]:
 def _holding_problems(tree: PrefixTree, holding: Holding) -> list[str]:
     name = f"sequence {holding.seq_id}"
     if holding.node is None:
-        holds = bool(holding.block_table or holding.num_tree_blocks or holding.reserved)
+        holds = bool(holding.block_table or holding.num_tree_blocks or holding.reserved or holding.num_sent)
         return [f"{name}: holds blocks without a place in the tree"] if holds else []
     path: list[int] = []
     node: Node | None = holding.node
@@ -88,10 +114,12 @@ def _holding_problems(tree: PrefixTree, holding: Holding) -> list[str]:
         path[:0] = node.blocks
         root, node = node, node.parent
     found = []
-    if root is not tree.root(holding.namespace):
+    if root is not tree.peek(holding.namespace):
         found.append(f"{name}: its path does not end at its namespace's root")
     if path != holding.block_table[: holding.num_tree_blocks] or len(path) != holding.num_tree_blocks:
         found.append(f"{name}: its table is not its path's blocks")
+    if holding.num_sent > len(holding.block_table) or any(index >= holding.num_sent for index in holding.changed):
+        found.append(f"{name}: the device knows {holding.num_sent} entries of a table of {len(holding.block_table)}")
     return found
 
 
@@ -103,6 +131,10 @@ def _promise_problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Hold
     if promised > pool.num_free + tree.num_evictable:
         found.append(f"{promised} blocks promised, {pool.num_free} free and {tree.num_evictable} evictable")
     return found
+
+
+def _roots(tree: PrefixTree) -> list[Node]:
+    return [root for name in tree.namespaces() if (root := tree.peek(name)) is not None]
 
 
 def _name(node: Node) -> str:

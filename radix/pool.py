@@ -10,7 +10,6 @@ the step that fills it, and is the place where a tier with copies keeps its fenc
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 
 from ..protocol.ids import BlockId
@@ -30,7 +29,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._hand = bytearray(num_blocks)
-        self.last_step = array("q", bytes(8 * num_blocks))
+        self.last_step = [0] * num_blocks
 
     @property
     def num_free(self) -> int:

@@ -10,7 +10,7 @@ TOKEN_BYTES = 4
 
 
 class TokenLog:
-    """Append-only list of token ids. `buffer` holds them as int32, four bytes each.
+    """Append-only list of token ids. `buffer` holds them as int32, four bytes each; larger ids raise `OverflowError`.
 
     The tree compares runs of it with its own by `bytearray.startswith`, one memcmp and no copy.
     """
@@ -25,7 +25,7 @@ class TokenLog:
 
     def append(self, token_id: int) -> None:
         """Add one token."""
-        self.buffer += token_id.to_bytes(TOKEN_BYTES, "little")
+        self.buffer += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
 
     def tolist(self, start: int = 0, end: int | None = None) -> list[int]:
         """Token ids [start, end) as plain integers."""
@@ -40,6 +40,8 @@ class TokenLog:
 
 def common_tokens(left: bytes | bytearray, right: bytes | bytearray) -> int:
     """Number of leading tokens that two buffers share."""
+    if left[:TOKEN_BYTES] != right[:TOKEN_BYTES]:
+        return 0  # the usual answer, and the cheap one
     size = min(len(left), len(right))
     difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if difference == 0:

@@ -11,8 +11,9 @@ it or something below it; unlocked nodes are cache and may be evicted.
     a parent is more recent in that list than its children      unlock appends leaf first
     so the list's head is always a leaf                         the two above
     no two children of a node start with the same block         insert looks before it adds
-    an ancestor of a proven node is proven                      prove walks up until one is
+    proven blocks come first on every path                      prove walks up until all is
     a node's last step is no earlier than its parent's          blocks enter in order of position
+    a root has children or locks, else its namespace is gone    unlock, _disown
 
 Eviction takes blocks off the tail of the head's run, so freeing 16 tokens drops 16 tokens and
 costs O(1). Alternatives rejected: a heap of leaves by time (O(log n), stale entries), walking the
@@ -21,9 +22,10 @@ tree for leaves (O(nodes)), dropping whole leaves (frees 2,048 tokens when 16 ar
 *Pending* blocks: they enter the tree when their step is planned, before it has run. That is safe
 to share with rows of the same or a later step, since a step writes the KV of all its rows before
 any row attends; it is not safe to copy from within the same step (copies run first), and the
-pool's `last_step` tells. *Unproven* nodes have been computed, but no row has drawn a token from
-finite logits over them yet. If a row's logits turn out not finite, the unproven part of its path
-leaves the tree with all that hangs on it.
+pool's `last_step` tells. *Unproven* blocks are computed or about to be, but no row has drawn a
+token from finite logits over them yet. If a row's logits turn out not finite, the unproven part of
+its path leaves the tree with all that hangs on it. A run counts its proven blocks, since a leaf that
+grows in place has proven ones at its head and new ones at its tail.
 
 A run's blocks are on the device here. A host tier adds a second residency per run beside
 `Node.blocks`, with a list of its own.
@@ -36,32 +38,9 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from ..protocol.ids import BlockId
+from .node import Node, Root
 from .pool import BlockPool
 from .tokens import TOKEN_BYTES, TokenLog, common_tokens
-
-
-class Node:
-    """A run of whole blocks below a prefix. `tokens` is the run's tokens, `blocks` their KV."""
-
-    __slots__ = ("blocks", "children", "last_step", "locks", "newer", "older", "order", "parent", "proven", "start", "tokens")
-
-    def __init__(self, parent: Node | None, tokens: bytearray, blocks: list[BlockId], start: int) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
-        self.start = start  # blocks above this run
-        self.children: dict[Hashable, list[Node]] = {}
-        self.order: list[bytes] = []  # first blocks of the children, sorted: a partial match is a neighbour
-        self.locks = 0
-        self.proven = False
-        self.last_step = 0
-        self.older: Node | None = None
-        self.newer: Node | None = None
-
-    @property
-    def end(self) -> int:
-        """Blocks from the root to the end of this run."""
-        return self.start + len(self.blocks)
 
 
 class Match(NamedTuple):
@@ -78,6 +57,8 @@ class Match(NamedTuple):
     partial: BlockId | None
     """A block whose first `num_partial` tokens are the next ones: a source for copy-on-write."""
     num_partial: int
+    is_partial_proven: bool
+    """Whether that block is proven. A copy of it leaves no trace in the tree, so an unproven one must not spread."""
 
 
 class PrefixTree:
@@ -88,7 +69,7 @@ class PrefixTree:
         self.block_size = block_size
         self.width = block_size * TOKEN_BYTES
         self.num_evictable = 0
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, Root] = {}
         # Sentinel of the ring of unlocked nodes: .newer is the oldest, .older the most recent.
         self._ring = Node(None, bytearray(), [], 0)
         self._ring.older = self._ring.newer = self._ring
@@ -101,11 +82,10 @@ class PrefixTree:
     # ---- lookup ---------------------------------------------------------------------------------
 
     def root(self, namespace: Hashable) -> Node:
-        """The root of `namespace`, made when it is first asked for."""
+        """The root of `namespace`, made if there is none: lock it, or `forget_if_empty`."""
         found = self._roots.get(namespace)
         if found is None:
-            found = self._roots[namespace] = Node(None, bytearray(), [], 0)
-            found.proven = True
+            found = self._roots[namespace] = Root(namespace)
         return found
 
     def peek(self, namespace: Hashable) -> Node | None:
@@ -141,8 +121,8 @@ class PrefixTree:
             if taken < len(child.blocks):
                 break
         depth = position // width
-        partial, num_partial = self._partial(node, depth, bytes(buffer[position : min(position + width, stop)]))
-        return Match(node, depth, blocks, num_unlocked, partial, num_partial)
+        wanted = bytes(buffer[position : min(position + width, stop)])
+        return Match(node, depth, blocks, num_unlocked, *self._partial(node, depth, wanted))
 
     def _child(self, node: Node, first: bytes) -> Node | None:
         for child in node.children.get(self.key(first), ()):
@@ -162,16 +142,16 @@ class PrefixTree:
                 high = middle - 1
         return low
 
-    def _partial(self, node: Node, depth: int, wanted: bytes) -> tuple[BlockId | None, int]:
-        """The block after `depth` that shares the most leading tokens with `wanted`, and how many."""
+    def _partial(self, node: Node, depth: int, wanted: bytes) -> tuple[BlockId | None, int, bool]:
+        """The block after `depth` that shares the most leading tokens with `wanted`, how many, and whether it is proven."""
+        best: tuple[BlockId | None, int, bool] = (None, 0, False)
         if len(wanted) < TOKEN_BYTES:
-            return None, 0
+            return best
         if depth < node.end:
             inside = depth - node.start
             run = node.tokens[inside * self.width : (inside + 1) * self.width]
             count = common_tokens(run, wanted)
-            return (node.blocks[inside], count) if count else (None, 0)
-        best: tuple[BlockId | None, int] = (None, 0)
+            return (node.blocks[inside], count, inside < node.num_proven) if count else best
         # The longest common prefix with a sorted list is with one of the two neighbours of its place.
         place = bisect_left(node.order, wanted)
         for first in node.order[max(0, place - 1) : place + 1]:
@@ -179,7 +159,7 @@ class PrefixTree:
             if count > best[1]:
                 child = self._child(node, first)
                 assert child is not None
-                best = (child.blocks[0], count)
+                best = (child.blocks[0], count, child.num_proven > 0)
         return best
 
     # ---- locks ----------------------------------------------------------------------------------
@@ -207,27 +187,30 @@ class PrefixTree:
         while step is not None:
             step.locks -= 1
             assert step.locks >= 0, "unlock without a lock"
-            if step.locks == 0 and step.parent is not None:
-                self._link_newest(step)
-                self.num_evictable += len(step.blocks)
+            if step.locks == 0:
+                if step.parent is None:
+                    self._forget_idle(step)
+                else:
+                    self._link_newest(step)
+                    self.num_evictable += len(step.blocks)
             step = step.parent
 
     # ---- growth ---------------------------------------------------------------------------------
 
-    def insert(self, node: Node, tokens: bytes | bytearray, blocks: list[BlockId], step_id: int) -> Node:
+    def insert(self, node: Node, tokens: bytearray, blocks: list[BlockId], step_id: int) -> Node:
         """Hang a run below the end of `node`, which the caller locks; return the node that now ends with it.
 
-        `blocks` pass from the caller's hand to the tree, locked once, pending in `step_id`. The caller has looked:
-        no child starts with the same block. A leaf that only the caller holds grows in place.
+        `blocks` pass from the caller's hand to the tree, locked once, pending in `step_id`; so do both containers,
+        which are not copied. The caller has looked: no child starts with the same block. A leaf that only the
+        caller holds grows in place.
         """
         self.pool.enter_tree(blocks)
         if node.parent is not None and node.locks == 1 and not node.children:
             node.tokens += tokens
             node.blocks += blocks
-            node.proven = False
             node.last_step = step_id
             return node
-        child = Node(node, bytearray(tokens), list(blocks), node.end)
+        child = Node(node, tokens, blocks, node.end)
         child.locks = 1
         child.last_step = step_id
         self._adopt(node, child)
@@ -238,8 +221,20 @@ class PrefixTree:
         step: Node | None = node
         while step is not None and not step.proven:
             if step.last_step <= step_id:
-                step.proven = True
+                step.num_proven = len(step.blocks)
             step = step.parent
+
+    def first_unproven(self, node: Node) -> Node:
+        """Topmost node on the path to `node` that is not all proven, or `node` itself if all is."""
+        while node.parent is not None and not node.parent.proven:
+            node = node.parent
+        return node
+
+    def drop_unproven(self, node: Node) -> None:
+        """Take the unproven tail of `node` and all below it out of the tree. Nobody may lock them any more."""
+        if node.num_proven:
+            self._split(node, node.num_proven)
+        self.drop(node)
 
     def _split(self, node: Node, num_blocks: int) -> Node:
         """Cut `node` after `num_blocks` blocks. The upper part is new and returned; `node` keeps its tail.
@@ -251,7 +246,9 @@ class PrefixTree:
         assert parent is not None
         cut = num_blocks * self.width
         upper = Node(parent, node.tokens[:cut], node.blocks[:num_blocks], node.start)
-        upper.locks, upper.proven, upper.last_step = node.locks, node.proven, node.last_step
+        upper.locks, upper.last_step = node.locks, node.last_step
+        upper.num_proven = min(node.num_proven, num_blocks)
+        node.num_proven -= upper.num_proven
         first = bytes(node.tokens[: self.width])
         bucket = parent.children[self.key(first)]
         bucket[bucket.index(node)] = upper  # same first block: the parent's order stands
@@ -298,24 +295,24 @@ class PrefixTree:
     def forget_if_empty(self, namespace: Hashable) -> None:
         """Drop a namespace's root when nothing hangs below it and nobody holds it."""
         root = self._roots.get(namespace)
-        if root is not None and not root.children and root.locks == 0:
-            del self._roots[namespace]
+        if root is not None:
+            self._forget_idle(root)
 
     def clear(self) -> None:
         """Forget every unlocked block."""
         self.evict(self.num_evictable)
-        for namespace in list(self._roots):
-            self.forget_if_empty(namespace)
 
     def _trim(self, node: Node, count: int) -> int:
         """Free up to `count` blocks off the tail of an unlocked leaf; unhook it when none is left."""
         count = min(count, len(node.blocks))
-        freed = node.blocks[len(node.blocks) - count :]
+        kept = len(node.blocks) - count
+        freed = node.blocks[kept:]
         first = bytes(node.tokens[: self.width])
-        del node.blocks[len(node.blocks) - count :]
-        del node.tokens[len(node.tokens) - count * self.width :]
-        # Tail first out of the tree, so that the head of the run is the first to be handed out again.
-        self.pool.free_from_tree(freed)
+        del node.blocks[kept:]
+        del node.tokens[kept * self.width :]
+        node.num_proven = min(node.num_proven, kept)
+        # Tail first, so that the head of the run is the first to be handed out again: tables stay ascending.
+        self.pool.free_from_tree(freed[::-1])
         self.num_evictable -= count
         if not node.blocks:
             self._unlink(node)
@@ -332,6 +329,14 @@ class PrefixTree:
             del parent.children[key]
         del parent.order[bisect_left(parent.order, first)]
         node.parent = None
+        if parent.parent is None:
+            self._forget_idle(parent)
+
+    def _forget_idle(self, root: Node) -> None:
+        """Namespaces come with every salt: one that nobody holds and that caches nothing leaves no trace."""
+        assert isinstance(root, Root), "only a root is without a parent"
+        if root.locks == 0 and not root.children:
+            self._roots.pop(root.namespace, None)
 
     # ---- the ring of unlocked nodes -------------------------------------------------------------
 

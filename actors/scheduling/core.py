@@ -31,9 +31,10 @@ from ...protocol.messages import (
 )
 from ...protocol.outputs import BlockCounts, EngineStats
 from ...protocol.sampling import FinishReason
-from ...radix.cache import KVCache, RolledBack
+from ...radix.cache import KVCache
 from .draft import Draft
 from .gate import Gate
+from .limits import check_fits, longest_sequence
 from .planning import Planner
 from .policies import load_policy
 from .queues import Queues
@@ -61,7 +62,7 @@ class SchedulerCore:
         self.queues = Queues()
         self.gate = Gate(config, self.policy)
         self.planner = Planner(config, cache=self.cache, queues=self.queues, gate=self.gate, on_preempt=self._on_preempt)
-        self.max_length = min(capacity.max_model_len, capacity.num_device_blocks * capacity.block_size)
+        self.max_length = longest_sequence(capacity)
         self.draining = False
         self.num_steps = 0
         self.num_computed_tokens = 0
@@ -103,16 +104,9 @@ class SchedulerCore:
         self.queues.add_waiting(seq)
 
     def _check_admissible(self, message: Admit) -> None:
-        needed = len(message.token_ids) + 1
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
-        if needed > self.max_length:
-            model, pool = self.capacity.max_model_len, self.capacity.num_device_blocks * self.capacity.block_size
-            what = f"max_model_len is {model}" if model <= pool else f"the KV pool holds {pool} tokens"
-            raise NeverFitsError(
-                f"the prompt has {len(message.token_ids)} tokens and needs room for one more ({needed}), but {what}",
-                field="prompt",
-            )
+        check_fits(len(message.token_ids), self.capacity)
         if len(self.queues.waiting) >= self.config.max_num_queued:
             raise QueueFullError(f"{len(self.queues.waiting)} requests are waiting already (max_num_queued)")
 
@@ -120,7 +114,8 @@ class SchedulerCore:
         """End a request. Unknown and ended ids are a no-op."""
         seq = self._requests.get(message.request_id)
         if seq is not None:
-            self._finish(seq, "stop" if message.reason == "stop" else "abort", now)
+            reason: FinishReason = "stop" if message.reason == "stop" else "error" if message.reason == "error" else "abort"
+            self._finish(seq, reason, now)
 
     def on_reset(self) -> None:
         """Forget every cached prefix that nobody holds."""
@@ -138,7 +133,8 @@ class SchedulerCore:
             if draft.rows:
                 break
             if draft.num_preempted == 0:
-                return None  # whoever was preempted without a step may be admitted by the next round
+                return self._sweep()
+            # Whoever was preempted without a step may be admitted by the next round.
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
         self.num_steps += 1
@@ -149,9 +145,22 @@ class SchedulerCore:
         released, self._released = self._released, []
         return draft.message(released)
 
+    def _sweep(self) -> RunStep | None:
+        """A step without rows, when everything has ended: so that an idle device remembers nobody."""
+        if self._sequences or self._steps or not self._released:
+            return None
+        draft = Draft(self.epoch, StepId(self._last_step_id + 1))
+        self._last_step_id = draft.step_id
+        self._steps[draft.step_id] = draft
+        released, self._released = self._released, []
+        return draft.message(released)
+
     def next_wakeup(self) -> float | None:
-        """When to plan again although no message has come: a batch is being gathered until then."""
-        return self.gate.opens_at
+        """When to plan again although no message has come: a batch is being gathered until then.
+
+        None while no step may be planned: what comes next then is an answer.
+        """
+        return None if len(self._steps) >= self.config.max_steps_in_flight else self.gate.opens_at
 
     def on_step_done(self, message: StepDone, now: float) -> None:
         """Take in a step's tokens. Messages of another epoch are dropped."""
@@ -162,15 +171,14 @@ class SchedulerCore:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
             seq.in_flight -= samples
-        dropped = self._fail_rows(message, now)
+        self._fail_rows(message, now)
         request_ids: list[RequestId] = []
         token_ids: list[int] = []
         opened: list[Open] = []
         for seq_id, token in zip(message.seq_ids, message.token_ids, strict=True):
-            known = self._sequences.get(seq_id)
-            if known is None or seq_id in dropped:
-                continue  # ended meanwhile: a surplus token
-            seq = known
+            seq = self._sequences.get(seq_id)
+            if seq is None or message.step_id <= seq.void_until:
+                continue  # ended or rolled back meanwhile: a surplus token
             if seq.first_token_s is None:
                 seq.first_token_s = now
                 opened.append(_open(seq))
@@ -184,8 +192,8 @@ class SchedulerCore:
     def _append(self, seq: Sequence, token: int, step_id: StepId, now: float) -> None:
         seq.log.append(token)
         seq.last_token_s = now
-        seq.has_gained = True
-        if seq.state is State.RUNNING:
+        if seq.state is State.RUNNING:  # else it was preempted with this token in flight: not a gain of its return
+            seq.has_gained = True
             self.cache.prove(seq.holding, step_id)
         if token in seq.stop_ids:
             given = seq.admit.params.stop_token_ids
@@ -193,23 +201,22 @@ class SchedulerCore:
         elif len(seq.log) >= seq.max_length:
             self._finish(seq, "length", now)
 
-    def _fail_rows(self, message: StepDone, now: float) -> set[SequenceId]:
-        """End the sequences whose logits were not finite; set back whoever shared what they computed."""
-        dropped: set[SequenceId] = set()
+    def _fail_rows(self, message: StepDone, now: float) -> None:
+        """End the sequences whose logits were not finite; roll back whoever shared what they computed."""
         for failure in message.failed:
             seq = self._sequences.get(failure.seq_id)
-            if seq is None:
-                continue
-            victims: list[RolledBack] = []
-            if seq.state is State.RUNNING:
-                victims = self.cache.fail(seq.holding)
-            for victim in victims:
-                other = self._sequences[victim.seq_id]
-                self._leave_device(other)
-                self.planner.set_back(other)
-                dropped.add(victim.seq_id)
+            if seq is None or message.step_id <= seq.void_until:
+                continue  # rolled back: it read what another one spoilt, and fails again if it was not that
+            for victim in self.cache.fail(seq.holding, seq.log):
+                self._roll_back(self._sequences[victim.seq_id])
             self._finish(seq, "error", now, problem=problem_of(RequestFailedError(failure.message)))
-        return dropped
+
+    def _roll_back(self, seq: Sequence) -> None:
+        """All that steps in flight sample for `seq` rests on KV that is gone: this answer and the next ones."""
+        self._leave_device(seq)
+        self.planner.set_back(seq)
+        seq.length = len(seq.log)
+        seq.void_until = self._last_step_id
 
     # ---- ends -----------------------------------------------------------------------------------
 

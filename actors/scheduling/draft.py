@@ -40,18 +40,18 @@ class Draft:
         row = self.rows.index(seq)
         self.num_tokens[row] += count
         seq.num_computed += count
-        if seq.num_remaining == 0:
+        if seq.num_computed == seq.length:
             self.samples[row] = 1
-            seq.in_flight += 1
+            _expect_token(seq)
 
     def _add(self, seq: Sequence, count: int) -> None:
         self.rows.append(seq)
         self.starts.append(seq.num_computed)
         self.num_tokens.append(count)
         seq.num_computed += count
-        if seq.num_remaining == 0:
+        if seq.num_computed == seq.length:
             self.samples.append(1)
-            seq.in_flight += 1
+            _expect_token(seq)
         else:
             self.samples.append(0)
 
@@ -80,6 +80,11 @@ class Draft:
             table_edits=edits,
             copies=self.copies,
         )
+
+
+def _expect_token(seq: Sequence) -> None:
+    seq.in_flight += 1
+    seq.length += 1
 
 
 def _new_row(seq: Sequence) -> NewRow:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...protocol.config import EngineConfig
-from ...radix.cache import KVCache
+from ...radix.cache import Advance, KVCache
 from .draft import Draft
 from .gate import Gate
 from .queues import Queues
@@ -56,7 +56,7 @@ class Planner:
             self.reserve.on_step()
             self._admit(now)
         budget = max(1, self.config.token_budget - draft.num_decodes)
-        prefills = [seq for seq in self.queues.running if seq.is_prefilling and not seq.is_ending]
+        prefills = [seq for seq in self.queues.running if seq.is_prefilling]
         if self.config.enable_chunked_prefill:
             self._chunks(draft, prefills, budget)
         else:
@@ -72,7 +72,7 @@ class Planner:
             start = seq.num_computed
             if start >= len(seq.holding.block_table) * size and not self._make_room(draft, seq):
                 continue
-            if (start + 1) % size == 0:
+            if (start + 1) % size < 2:  # a block is full, or was by a token that was not known then
                 self.cache.enter(seq.holding, seq.log, start, start + 1)
             draft.add_decode(seq)
 
@@ -113,22 +113,25 @@ class Planner:
     # ---- 2. admission ---------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        running = self.queues.running
-        limit = self.config.running_limit
-        may_join = self.gate.opens(now, self.queues.waiting, num_running=len(running), limit=limit)
-        while len(running) < limit:
-            seq = self.queues.candidate()
+        queues, limit = self.queues, self.config.running_limit
+        num_begun = len(queues.running) + len(queues.recovery)
+        may_join = self.gate.opens(now, queues.waiting, num_running=num_begun, limit=limit)
+        growth: int | None = None  # counted once a step, and only when somebody asks
+        while len(queues.running) < limit:
+            seq = queues.candidate()
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return
-            spare = self.reserve.blocks(running) if running else 0
-            found = self.cache.admit(seq.holding, seq.log, spare=spare)
+            growth = self.reserve.growth(queues.running) if growth is None else growth
+            found = self.cache.admit(seq.holding, seq.log, spare=self.reserve.blocks(growth))
             if found is None:
                 return
+            growth += self.reserve.growth([seq])
             seq.num_computed = found
+            seq.prefill_end = seq.length
             if seq.counts_hits:
                 self.num_queried_tokens += seq.num_prompt_tokens
                 self._count_hit(seq, found)
-            self.queues.start(seq)
+            queues.start(seq)
 
     # ---- 3. prefill -----------------------------------------------------------------------------
 
@@ -140,33 +143,38 @@ class Planner:
         if others:
             half = budget // 2 + (budget % 2 if self._odd_to_first else 0)
             self._odd_to_first = not self._odd_to_first
-        left = budget - self._chunk(draft, first, half)
+        waiting: list[Sequence] = []
+        left = budget - self._chunk(draft, first, half, waiting)
         for seq in sorted(others, key=lambda seq: seq.num_remaining):
             if left == 0 or not self._takes_more(draft):
                 break
-            left -= self._chunk(draft, seq, left)
+            left -= self._chunk(draft, seq, left, waiting)
         if left and others:
-            self._spend_the_rest(draft, first, left)
+            left -= self._go_on(draft, first, left, waiting)
+        for seq in waiting:
+            if left == 0 or not self._takes_more(draft):
+                break
+            left -= self._compute(draft, seq, min(left, seq.num_remaining))
 
-    def _spend_the_rest(self, draft: Draft, first: Sequence, left: int) -> None:
+    def _go_on(self, draft: Draft, first: Sequence, left: int, waiting: list[Sequence]) -> int:
         """The others could not use their half: the first goes on, unless another row computes what it needs."""
+        if first in waiting:
+            return 0
         if first not in draft.rows:
-            if self._takes_more(draft):
-                self._chunk(draft, first, left)
-            return
+            return self._chunk(draft, first, left, waiting) if self._takes_more(draft) else 0
         if not first.is_prefilling or not self.cache.is_alone(first.holding, first.log, first.num_computed):
-            return
+            return 0
         count = min(left, first.num_remaining)
-        start = first.num_computed
-        self._enter(first, start, count)
+        self._enter(first, first.num_computed, count)
         draft.extend_chunk(first, count)
+        return count
 
     def _whole_prefills(self, draft: Draft, prefills: list[Sequence], budget: int) -> None:
         left = budget
         for seq in prefills:
             if not self._takes_more(draft):
                 break
-            if not self._look_up(draft, seq):
+            if self._look_up(draft, seq).must_wait:
                 continue
             if seq.num_remaining > left and draft.num_prefills:
                 break
@@ -174,14 +182,20 @@ class Planner:
             if left <= 0:
                 break
 
-    def _chunk(self, draft: Draft, seq: Sequence, allowance: int) -> int:
-        """Plan up to `allowance` tokens of `seq`; return how many."""
-        if allowance == 0 or not self._look_up(draft, seq):
+    def _chunk(self, draft: Draft, seq: Sequence, allowance: int, waiting: list[Sequence]) -> int:
+        """Plan up to `allowance` tokens of `seq` and return how many, or put it with those that may wait."""
+        if allowance == 0:
+            return 0
+        advance = self._look_up(draft, seq)
+        if advance.must_wait:
+            return 0
+        if advance.may_wait:
+            waiting.append(seq)
             return 0
         return self._compute(draft, seq, min(allowance, seq.num_remaining))
 
-    def _look_up(self, draft: Draft, seq: Sequence) -> bool:
-        """Take what others have entered meanwhile. False: another row of this step computes the next tokens."""
+    def _look_up(self, draft: Draft, seq: Sequence) -> Advance:
+        """Take what others have entered meanwhile."""
         advance = self.cache.advance(seq.holding, seq.log, seq.num_computed)
         gained = advance.num_computed - seq.num_computed
         seq.num_computed = advance.num_computed
@@ -189,7 +203,7 @@ class Planner:
             self._count_hit(seq, gained)
         if advance.copy is not None:
             draft.copies.append(advance.copy)
-        return not advance.must_wait
+        return advance
 
     def _count_hit(self, seq: Sequence, num_tokens: int) -> None:
         seq.num_cached_tokens += num_tokens

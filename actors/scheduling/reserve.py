@@ -26,9 +26,13 @@ class Reserve:
         self.block_size = block_size
         self.ratio = INITIAL_RATIO
 
-    def blocks(self, running: Iterable[Sequence]) -> int:
-        """Blocks to leave free beside the promises."""
-        growth = sum(min(seq.max_length - seq.length, MOST_TOKENS) for seq in running)
+    @staticmethod
+    def growth(running: Iterable[Sequence]) -> int:
+        """Tokens that `running` may still come to need; none when nothing runs."""
+        return sum(min(seq.max_length - seq.length, MOST_TOKENS) for seq in running)
+
+    def blocks(self, growth: int) -> int:
+        """Blocks to leave free beside the promises when `growth` tokens may come."""
         return int(growth * self.ratio) // self.block_size
 
     def on_step(self) -> None:

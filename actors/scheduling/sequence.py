@@ -4,14 +4,15 @@
 
 One rule moves it: `num_computed` catches up with `length`. Both count what has been *sent* to the
 device: `in_flight` tokens are being sampled by steps that have not answered yet, and are part of
-`length` although their ids are not known here.
+`length` although their ids are not known here. So `length` grows when a step is planned, and
+`log` when its answer comes.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from ...protocol.ids import RequestId, SequenceId
+from ...protocol.ids import RequestId, SequenceId, StepId
 from ...protocol.messages import Admit
 from ...radix.holding import Holding
 from ...radix.tokens import TokenLog
@@ -39,6 +40,7 @@ class Sequence:
         "in_flight",
         "is_on_device",
         "last_token_s",
+        "length",
         "log",
         "max_length",
         "num_cached_tokens",
@@ -46,11 +48,13 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
+        "prefill_end",
         "queued_s",
         "rank",
         "seq_id",
         "state",
         "stop_ids",
+        "void_until",
     )
 
     def __init__(self, seq_id: SequenceId, admit: Admit, holding: Holding, *, max_length: int, rank: tuple[int, int]) -> None:
@@ -63,8 +67,11 @@ class Sequence:
         self.max_length = max_length
         self.rank = rank
         self.state = State.WAITING
+        self.length = self.num_prompt_tokens
+        self.prefill_end = self.num_prompt_tokens  # tokens known when it was last admitted
         self.num_computed = 0
         self.in_flight = 0
+        self.void_until = StepId(0)  # what this step and earlier ones sampled for it is dropped
         self.is_on_device = False
         self.has_gained = True  # a token since it was last brought back
         self.counts_hits = True  # until it is first set back: what it finds then may be its own
@@ -82,24 +89,19 @@ class Sequence:
         return self.admit.request_id
 
     @property
-    def length(self) -> int:
-        """Tokens of the log, those in flight included."""
-        return len(self.log) + self.in_flight
-
-    @property
     def num_remaining(self) -> int:
         """Tokens to compute until the next one can be sampled."""
         return self.length - self.num_computed
 
     @property
     def is_prefilling(self) -> bool:
-        """More is missing than the token sampled last: a prompt, or a resumption."""
-        return self.num_remaining > 1 or self.num_computed < self.num_prompt_tokens
+        """It has not caught up with what was known when it was admitted: a prompt, or a resumption."""
+        return self.num_computed < self.prefill_end
 
     @property
     def is_ending(self) -> bool:
         """The tokens in flight are its last: nothing more may be planned for it."""
-        return self.in_flight > 0 and self.length >= self.max_length
+        return self.length >= self.max_length
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,0 +1,131 @@
+"""The actors of an embedded engine: who there is, how they are joined, in which order they come and go.
+
+    Submit, Abort            Admit, Abort              RunStep
+    frontend ----> Tokenizer ----------> Scheduler <==========> Worker
+        ^              | Refused             | TokensSampled   StepDone
+        |              v                     v
+        +---------- Detokenizer <------------+
+          TextOut        | Abort(stop) --> Scheduler
+
+All of them share the application's event loop; only the device has a thread of its own. No circle
+of waiting: the frontend never waits, the detokenizer waits only for the frontend, the scheduler
+only for the detokenizer, the tokenizer for both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from ..gpu.executor import Executor
+from ..gpu.models.config import load_model_config
+from ..protocol.config import EngineConfig
+from ..protocol.ids import Epoch
+from ..protocol.messages import Abort, Refused, Submit, TextOut, Tokenized, TokensSampled
+from .detokenizer import Detokenizer
+from .device import open_executor
+from .frontends.dispatcher import Dispatcher
+from .loop_lag import watch_loop
+from .mailbox import Mailbox
+from .resolving import Resolver
+from .scheduler import Scheduler, SchedulerInbox
+from .scheduling.core import SchedulerCore
+from .text.detokenizer_core import DetokenizerCore
+from .text.prompts import PromptReader
+from .tokenizer import Tokenizer
+from .worker import InlineWorker
+
+FIRST_EPOCH = Epoch(1)
+SETTLE_POLL_S = 0.002
+SPARE_ROOM = 256
+"""Inbox room beyond one message for every request there can be."""
+
+
+class Company:
+    """Every actor of one engine, made and joined. `open` makes it; `run` keeps it going until cancelled."""
+
+    def __init__(self, worker: InlineWorker, executor: Executor, resolver: Resolver, config: EngineConfig) -> None:
+        bound = config.max_num_queued + config.running_limit + SPARE_ROOM
+        self.executor = executor
+        self.resolver = resolver
+        self.submissions: Mailbox[Submit | Abort] = Mailbox("tokenizer", bound)
+        scheduler_inbox: Mailbox[SchedulerInbox] = Mailbox("scheduler", bound)
+        samples: Mailbox[TokensSampled | Refused] = Mailbox("detokenizer", bound)
+        texts: Mailbox[TextOut | Tokenized] = Mailbox("frontend", bound)
+        self.dispatcher = Dispatcher(texts)
+        self.tokenizer = Tokenizer(
+            resolver, inbox=self.submissions, scheduler=scheduler_inbox, detokenizer=samples, frontend=texts
+        )
+        self.scheduler = Scheduler(
+            SchedulerCore(config, executor.capacity, epoch=FIRST_EPOCH),
+            inbox=scheduler_inbox,
+            worker=worker.send,
+            detokenizer=samples,
+        )
+        self.detokenizer = Detokenizer(
+            DetokenizerCore(resolver.reader.tokenizer), inbox=samples, frontend=texts, scheduler=scheduler_inbox
+        )
+        self._mailboxes = (self.submissions, scheduler_inbox, samples, texts)
+        worker.report_to(scheduler_inbox)
+
+    @classmethod
+    async def open(cls, config: EngineConfig, model_dir: Path, worker: InlineWorker) -> Company:
+        """Open the device and read the tokenizer, side by side. Raises `ConfigError` or `ModelLoadError`."""
+        executor = await worker.start(lambda: open_executor(config, model_dir))
+        resolver = await anyio.to_thread.run_sync(_resolver, config, model_dir, executor)
+        return cls(worker, executor, resolver, config)
+
+    async def run(self) -> None:
+        """Run every actor until cancelled. An exception that escapes one ends them all and is raised."""
+        async with anyio.create_task_group() as actors:
+            actors.start_soon(self.dispatcher.run)
+            actors.start_soon(self.detokenizer.run)
+            actors.start_soon(self.scheduler.run)
+            actors.start_soon(self.tokenizer.run)
+            actors.start_soon(watch_loop)
+
+    def close(self) -> None:
+        """Close the mailboxes."""
+        for mailbox in self._mailboxes:
+            mailbox.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is anywhere, and the device has been told."""
+        core = self.scheduler.core
+        queued = sum(len(mailbox) for mailbox in self._mailboxes)
+        return not (core.num_live or core.num_in_flight or self.tokenizer.num_reading or len(self.dispatcher) or queued)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until the company is idle; False when `timeout_s` seconds were not enough."""
+        with anyio.move_on_after(timeout_s):
+            while not self.is_idle:  # noqa: ASYNC110 - idleness is a fact about six tables, not an event
+                await anyio.sleep(SETTLE_POLL_S)
+        return self.is_idle
+
+    def audit(self) -> list[str]:
+        """Everything that does not add up over all actors. Tables must be empty once nothing is live."""
+        found = self.scheduler.core.audit()
+        if self.is_idle:
+            tables = {
+                "detokenizer": len(self.detokenizer.core),
+                "worker": self.executor.num_sequences,
+                "blocks referenced": self.scheduler.core.stats().device_blocks.referenced,
+            }
+            found += [f"{name}: {count} left although no request is live" for name, count in tables.items() if count]
+        return found
+
+
+def _resolver(config: EngineConfig, model_dir: Path, executor: Executor) -> Resolver:
+    capacity = executor.capacity
+    reader = PromptReader(
+        model_dir,
+        chat_template=config.chat_template,
+        max_model_len=capacity.max_model_len,
+        vocab_size=capacity.vocab_size,
+    )
+    reader.warm()
+    eos = load_model_config(model_dir).eos_token_ids
+    return Resolver(reader, capacity, eos_token_ids=eos, server_seed=config.seed)

@@ -1,0 +1,128 @@
+"""The engine for code that is not asynchronous: `LLM(model="demo").generate(["a", "b"])`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from anyio.from_thread import start_blocking_portal
+from tqdm import tqdm
+
+from ...protocol.config import EngineConfig
+from ...protocol.errors import ValidationError
+from ...protocol.outputs import RequestOutput
+from ...protocol.sampling import SamplingParams
+from .engine import Engine, Prompt
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A blocking engine: an event loop in a thread of its own, closed by `close`, `with`, or the garbage collector.
+
+    `LLM(EngineConfig(...))` and `LLM(model=..., ...)` are the same. Raises `ConfigError`, `ModelLoadError`.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
+        engine = Engine(config, **settings)
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal("asyncio"))
+            self.engine = stack.enter_context(self._portal.wrap_async_context_manager(engine))
+            self._stack = stack.pop_all()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results in the order of the prompts.
+
+        `prompts` is one prompt (text or token ids) or a list of them, `sampling_params` one for all or one
+        each. The whole list is validated before any starts: a wrong one raises its `RequestError`.
+        """
+        listed = _listed(prompts)
+        return self._portal.call(partial(self._run, listed, _spread(sampling_params, len(listed)), use_tqdm))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        listed: list[Prompt] = [messages] if single else list(messages)  # type: ignore[list-item, arg-type]
+        return self._portal.call(partial(self._run, listed, _spread(sampling_params, len(listed)), use_tqdm))
+
+    def close(self) -> None:
+        """Stop the engine and its thread. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    async def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.engine
+        finals = [msgspec.structs.replace(one, output_kind="final_only") for one in params]
+        resolved = await anyio.to_thread.run_sync(engine.resolve_all, prompts, finals)
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        limit = anyio.CapacityLimiter(max(1, engine.config.max_num_queued))
+        with tqdm(total=len(prompts), unit="prompt", disable=not (use_tqdm and sys.stderr.isatty())) as bar:
+            meter = _Meter(bar)
+
+            async def complete(index: int) -> None:
+                # No more at a time than may wait: a list longer than the queue is fed in as it empties.
+                async with limit, engine.start_resolved(resolved[index], params=finals[index]) as stream:
+                    async for output in stream:
+                        outputs[index] = output
+                        meter.add(len(output.outputs[0].token_ids))
+
+            async with anyio.create_task_group() as group:
+                for index in range(len(prompts)):
+                    group.start_soon(complete, index)
+        return [output for output in outputs if output is not None]
+
+
+class _Meter:
+    """Tokens per second beside a progress bar."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self.bar = bar
+        self.num_tokens = 0
+        self.started = time.monotonic()
+
+    def add(self, num_tokens: int) -> None:
+        """One more prompt is done."""
+        self.num_tokens += num_tokens
+        self.bar.set_postfix_str(f"{self.num_tokens / (time.monotonic() - self.started):.0f} tok/s", refresh=False)
+        self.bar.update()
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    if prompts and isinstance(prompts[0], dict):
+        raise ValidationError("chat messages go to LLM.chat", field="prompts")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValidationError(f"{len(params)} sampling_params for {count} prompts", field="sampling_params")
+    return list(params)

@@ -1,0 +1,124 @@
+"""Every structured event there is: its name, its level, what it means, and its fields with their units.
+
+Names are stable: dashboards and alerts are built on them. A field that is added here is fine; one
+that is renamed or removed is a breaking change. Besides its own fields every line has `event`,
+`level`, `timestamp` (ISO 8601, UTC) and `monotonic_s` (seconds, for differences within one
+process), `actor` where an actor speaks, and `exception` where one is logged.
+
+One line per request at its end (`request.finished`), one per scheduler step at debug level only,
+none per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ...protocol.config import LogLevel
+
+COMMON_FIELDS = frozenset({"actor", "request_id", "exc_info"})
+"""What any event may carry besides its own fields."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One kind of log line. `fields` says of each field what it is, unit included."""
+
+    level: LogLevel
+    meaning: str
+    fields: Mapping[str, str]
+
+
+_LABEL = "the id the client chose; labels may repeat"
+_PREEMPTIONS = "times it gave its blocks up"
+
+EVENTS: Mapping[str, Event] = {
+    "engine.start": Event(
+        "info",
+        "the engine opens; the configuration that is in effect",
+        {
+            "config": "settings that differ from their defaults, secrets starred out",
+            "device": "device and element type, in words",
+            "threads": "compute threads, count",
+            "block_size": "tokens in a KV block",
+            "num_device_blocks": "KV blocks on the device, count",
+            "num_host_blocks": "KV blocks on the host, count",
+            "num_tokens": "tokens that the device's blocks hold, count",
+            "max_model_len": "longest prompt + output, tokens",
+        },
+    ),
+    "model.progress": Event("info", "something that takes seconds has begun", {"message": "what, in a sentence"}),
+    "engine.ready": Event("info", "requests are served from here on", {"seconds": "from the start to here, s"}),
+    "engine.warning": Event(
+        "warning",
+        "a setting that is allowed and usually a mistake",
+        {
+            "message": "what is wrong and with which numbers",
+            "num_tokens": "tokens that the whole pool holds, count (pool smaller than one sequence)",
+            "max_model_len": "tokens that one sequence may have, count (pool smaller than one sequence)",
+        },
+    ),
+    "engine.stop": Event("info", "the engine has closed in order", {"seconds": "from ready to here, s"}),
+    "engine.dead": Event("error", "the engine has stopped by itself; every waiting client gets an error", {"reason": "why"}),
+    "request.finished": Event(
+        "info",
+        "the canonical line: one per request that opened, at its end, however it ended",
+        {
+            "request_id": "the engine's id, unique",
+            "label": _LABEL,
+            "queue_s": "from arrival to the first step with it, s",
+            "prefill_s": "from there to its first token, s",
+            "decode_s": "from its first token to its last, s",
+            "e2e_s": "from arrival to the end, s",
+            "ttft_s": "from arrival to its first token, s; none where there was no token",
+            "num_prompt_tokens": "tokens of the prompt, count",
+            "num_cached_tokens": "prompt tokens that the prefix cache held, count",
+            "num_output_tokens": "tokens generated and delivered, count",
+            "num_chunks": "steps that its prefill took, count",
+            "num_preemptions": _PREEMPTIONS + ", count",
+            "finish_reason": "stop, length, abort or error",
+        },
+    ),
+    "request.refused": Event(
+        "info",
+        "a request that never opened: wrong input, or too many waiting",
+        {"request_id": "the engine's id", "label": _LABEL, "reason": "message to the caller", "field": "the field at fault"},
+    ),
+    "request.failed": Event(
+        "error",
+        "a request failed inside the engine, alone",
+        {"request_id": "the engine's id", "label": _LABEL, "reason": "message to the caller"},
+    ),
+    "scheduler.step": Event(
+        "debug",
+        "one step as it was planned",
+        {
+            "step_id": "number of the step in its device epoch",
+            "num_rows": "rows of the step, decodes and prefill chunks, count",
+            "num_tokens": "tokens of all rows, count",
+            "num_running": "running requests, count",
+            "num_waiting": "waiting requests, count",
+            "num_preempted": "preempted requests, count",
+            "num_free_blocks": "device blocks that are free, count",
+        },
+    ),
+    "scheduler.preempted": Event(
+        "info",
+        "a running request gave its blocks up for another",
+        {
+            "request_id": "the one that gave way",
+            "mode": "recompute or swap",
+            "num_tokens": "tokens it had computed, count",
+            "num_freed_blocks": "device blocks that became free, count",
+            "num_preemptions": _PREEMPTIONS + " so far, count",
+        },
+    ),
+    "loop.lag": Event(
+        "warning",
+        "the event loop was blocked: tokens of all requests came late",
+        {"lag_s": "how late the loop was, s", "hint": "what to do about it"},
+    ),
+    "actor.failed": Event(
+        "error", "an exception escaped an actor; its supervisor decides", {"reason": "the exception in words"}
+    ),
+}

@@ -1,0 +1,113 @@
+"""The Scheduler: drain the inbox, plan, send. All decisions are `scheduling/core.py`'s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ..protocol.errors import EngineDeadError
+from ..protocol.ids import show_request_id
+from ..protocol.messages import Abort, Admit, Message, Refused, RunStep, StepDone, StepFailed, TokensSampled
+from .mailbox import Mailbox
+from .observing.logs import logger
+from .scheduling.core import SchedulerCore
+from .scheduling.reports import Finished, Preempted, Report
+
+SchedulerInbox = Admit | Abort | StepDone | StepFailed
+
+
+class Scheduler:
+    """Receives `Admit`, `Abort`, `StepDone`; sends `RunStep` to the worker, `TokensSampled` and `Refused` on.
+
+    Raises `EngineDeadError` out of `run` when a step failed as a whole.
+    """
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        *,
+        inbox: Mailbox[SchedulerInbox],
+        worker: Callable[[RunStep], None],
+        detokenizer: Mailbox[TokensSampled | Refused],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = core
+        self.inbox = inbox
+        self._worker = worker
+        self._detokenizer = detokenizer
+        self._clock = clock
+        self._log = logger("scheduler")
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            batch = await self.inbox.take(timeout_s=self._patience())
+            now = self._clock()
+            for message in batch:
+                self._handle(message, now)
+            self.send_steps(now)
+            for output in self.core.take_outputs(now):
+                await self._send_on(output)
+            for report in self.core.take_reports():
+                self._write_down(report)
+
+    def send_steps(self, now: float) -> None:
+        """Plan as many steps as may be in flight and hand them to the worker."""
+        while (step := self.core.plan(now)) is not None:
+            self._worker(step)
+            self._log.debug(
+                "scheduler.step",
+                step_id=step.step_id,
+                num_rows=len(step.seq_ids),
+                num_tokens=sum(step.num_tokens),
+                num_running=len(self.core.queues.running),
+                num_waiting=len(self.core.queues.waiting),
+                num_preempted=len(self.core.queues.recovery),
+                num_free_blocks=self.core.cache.pool.num_free,
+            )
+
+    def _patience(self) -> float:
+        wakeup = self.core.next_wakeup()
+        return float("inf") if wakeup is None else max(0.0, wakeup - self._clock())
+
+    def _handle(self, message: SchedulerInbox, now: float) -> None:
+        match message:
+            case StepDone():
+                self.core.on_step_done(message, now)
+            case Admit():
+                self.core.on_admit(message, now)
+            case Abort():
+                self.core.on_abort(message, now)
+            case StepFailed():
+                raise EngineDeadError(f"step {message.step_id} failed on the device: {message.problem.message}")
+
+    async def _send_on(self, output: Message) -> None:
+        assert isinstance(output, TokensSampled | Refused)
+        if isinstance(output, Refused) and output.problem is not None:
+            self._log.info(
+                "request.refused",
+                request_id=show_request_id(output.request_id),
+                reason=output.problem.message,
+                field=output.problem.field,
+            )
+        await self._detokenizer.post(output)
+
+    def _write_down(self, report: Report) -> None:
+        fields = msgspec.structs.asdict(report)
+        fields["request_id"] = show_request_id(report.request_id)
+        match report:
+            case Preempted():
+                self._log.info("scheduler.preempted", **fields)
+            case Finished():
+                problem = fields.pop("problem")
+                if problem is not None:
+                    self._log.error(
+                        "request.failed", request_id=fields["request_id"], label=report.label, reason=problem.message
+                    )
+                self._log.info("request.finished", **{key: _rounded(value) for key, value in fields.items()})
+
+
+def _rounded(value: object) -> object:
+    return round(value, 6) if isinstance(value, float) else value

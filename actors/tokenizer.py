@@ -1,0 +1,105 @@
+"""The Tokenizer: prompts to token ids, off the event loop, one thread for the short and one for the long.
+
+Short prompts keep their order among themselves; a 20 MB prompt or a conversation of 5,000 messages
+takes the other thread and holds nobody up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from ..protocol.errors import RequestError, problem_of
+from ..protocol.ids import RequestId, show_request_id
+from ..protocol.messages import Abort, Admit, Refused, Submit, TextOut, Tokenized, TokensSampled
+from .mailbox import Mailbox
+from .observing.logs import logger
+from .resolving import Resolver
+
+SHORT_PROMPT = 32_768
+"""Characters, ids or messages up to which a prompt counts as short."""
+
+
+class Tokenizer:
+    """Receives `Submit` and `Abort`; sends `Admit` and `Abort` to the scheduler, `Refused` to the detokenizer."""
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        *,
+        inbox: Mailbox[Submit | Abort],
+        scheduler: Mailbox[Any],
+        detokenizer: Mailbox[TokensSampled | Refused],
+        frontend: Mailbox[TextOut | Tokenized],
+    ) -> None:
+        self.resolver = resolver
+        self.inbox = inbox
+        self._scheduler = scheduler
+        self._detokenizer = detokenizer
+        self._frontend = frontend
+        self._reading: set[RequestId] = set()
+        self._log = logger("tokenizer")
+        self._short = anyio.CapacityLimiter(1)
+        self._long = anyio.CapacityLimiter(1)
+
+    @property
+    def num_reading(self) -> int:
+        """Requests being read right now."""
+        return len(self._reading)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with anyio.create_task_group() as readers:
+            while True:
+                for message in await self.inbox.take():
+                    if isinstance(message, Submit):
+                        self._reading.add(message.request_id)
+                        readers.start_soon(self._read, message)
+                    else:
+                        await self.on_abort(message)
+
+    async def on_abort(self, message: Abort) -> None:
+        """End the request here if it is still being read; else it is the scheduler's to end."""
+        if message.request_id in self._reading:
+            self._reading.discard(message.request_id)
+            await self._detokenizer.post(Refused(message.request_id))
+        else:
+            await self._scheduler.post(message)
+
+    async def _read(self, submit: Submit) -> None:
+        limiter = self._short if _is_short(submit.prompt) else self._long
+        try:
+            tokenized, admit = await anyio.to_thread.run_sync(self._resolve, submit, limiter=limiter)
+        except Exception as error:
+            await self._refuse(submit, error)
+            return
+        if submit.request_id in self._reading:
+            self._reading.discard(submit.request_id)
+            await self._frontend.post(tokenized)
+            await self._scheduler.post(admit)
+
+    def _resolve(self, submit: Submit) -> tuple[Tokenized, Admit]:
+        if submit.request_id not in self._reading:
+            # Aborted while it stood in line: its work is not done. (The set is only read here.)
+            raise RequestError("aborted")
+        return self.resolver.resolve(submit)
+
+    async def _refuse(self, submit: Submit, error: Exception) -> None:
+        if submit.request_id not in self._reading:
+            return
+        self._reading.discard(submit.request_id)
+        request_id = show_request_id(submit.request_id)
+        if isinstance(error, RequestError):
+            field = getattr(error, "field", None)
+            self._log.info("request.refused", request_id=request_id, label=submit.label, reason=str(error), field=field)
+        else:
+            self._log.error("request.failed", request_id=request_id, label=submit.label, reason=repr(error), exc_info=error)
+        await self._detokenizer.post(Refused(submit.request_id, problem_of(error)))
+
+
+def _is_short(prompt: Any) -> bool:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        return len(prompt) <= 64 and sum(len(str(message.get("content", ""))) for message in prompt) <= SHORT_PROMPT
+    return not hasattr(prompt, "__len__") or len(prompt) <= SHORT_PROMPT

@@ -1,0 +1,459 @@
+"""Random orders of events against naive models, with the books proven after every one.
+
+The machine for the cache plans as the scheduler does: up to two steps in flight, one row a sequence
+and step, tokens drawn when a step ends, rows that fail, preemptions and ends at any moment.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from repertory.protocol.ids import SequenceId
+from repertory.radix.cache import KVCache
+from repertory.radix.pool import FREE, IN_TREE, PRIVATE, BlockPool
+from repertory.radix.tokens import TokenLog
+from repertory.tests.radix.drive import Seq, snapshot
+from repertory.tests.radix.naive import Cached, NaiveCache
+
+FEW = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+MANY = settings(FEW, max_examples=1500, stateful_step_count=80)
+
+TOKENS = st.sampled_from([0, 1, 2**31 - 1])
+INDEX = st.integers(0, 10**6)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Blocks go from hand to hand; three sets say where each must be."""
+
+    taken = Bundle("taken")
+    entered = Bundle("entered")
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks):
+        self.pool = BlockPool(num_blocks)
+        self.hands = {FREE: set(range(num_blocks)), PRIVATE: set(), IN_TREE: set()}
+
+    def _moved(self, blocks, source, target):
+        assert self.hands[source].issuperset(blocks)
+        self.hands[source].difference_update(blocks)
+        self.hands[target].update(blocks)
+
+    @rule(target=taken, count=st.integers(0, 5))
+    def take(self, count):
+        count = min(count, len(self.hands[FREE]))
+        blocks = self.pool.take(count)
+        assert len(set(blocks)) == count
+        self._moved(blocks, FREE, PRIVATE)
+        return blocks
+
+    @rule(count=st.integers(1, 5))
+    def take_too_many(self, count):
+        with pytest.raises(AssertionError):
+            self.pool.take(len(self.hands[FREE]) + count)
+
+    @rule(target=entered, blocks=consumes(taken))
+    def enter(self, blocks):
+        self.pool.enter_tree(blocks)
+        self._moved(blocks, PRIVATE, IN_TREE)
+        return blocks
+
+    @rule(blocks=consumes(taken))
+    def give_back(self, blocks):
+        self.pool.free_private(blocks)
+        self._moved(blocks, PRIVATE, FREE)
+
+    @rule(blocks=consumes(entered), tail=st.integers(0, 5))
+    def evict(self, blocks, tail):
+        self.pool.free_from_tree(blocks[tail:])
+        self.pool.free_from_tree(blocks[:tail])
+        self._moved(blocks, IN_TREE, FREE)
+
+    @rule(block=INDEX)
+    def a_wrong_move_is_caught(self, block):
+        block %= self.pool.num_blocks
+        if block not in self.hands[PRIVATE]:
+            with pytest.raises(AssertionError):
+                self.pool.free_private([block])
+        if block not in self.hands[IN_TREE]:
+            with pytest.raises(AssertionError):
+                self.pool.free_from_tree([block])
+
+    @invariant()
+    def every_block_is_in_its_hand(self):
+        if hasattr(self, "pool"):
+            assert self.pool.num_free == len(self.hands[FREE])
+            for hand, blocks in self.hands.items():
+                assert all(self.pool.hand(block) == hand for block in blocks)
+            assert self.pool.problems(sorted(self.hands[PRIVATE]), sorted(self.hands[IN_TREE])) == []
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences live and die in a small cache; the naive cache says what each of them must find."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        num_blocks=st.integers(4, 14),
+        caching=st.sampled_from([True, True, True, False]),
+        collide=st.booleans(),
+    )
+    def start(self, block_size, num_blocks, caching, collide):
+        self.size, self.num_blocks = block_size, num_blocks
+        self.cache = KVCache(num_blocks, block_size, enable_prefix_caching=caching)
+        if collide:
+            self.cache.tree.key = lambda first: 0
+        self.naive = NaiveCache(block_size)
+        self.seqs: dict[int, Seq] = {}
+        self.reserved: dict[int, int] = {}
+        self.known: list[list[int]] = [[0]]
+        self.steps: list[dict[int, bool]] = []  # steps in flight: the rows of each, and whether they sample
+        self.first_in_flight = 1
+        self.num_opened = 0
+        self._begin()
+
+    # ---- helpers --------------------------------------------------------------------------------
+
+    @property
+    def step_id(self):
+        return self.first_in_flight + len(self.steps) - 1
+
+    def _begin(self):
+        self.steps.append({})
+        self.cache.begin_step(self.step_id)
+        self.copied: set[int] = set()
+        self.filling: list[tuple[int, tuple, tuple]] = []
+
+    def _in_flight(self, seq_id):
+        return sum(rows.get(seq_id, False) for rows in self.steps)
+
+    def _pick(self, index, wanted):
+        chosen = sorted(seq_id for seq_id, seq in self.seqs.items() if wanted(seq_id, seq))
+        return (None, None) if not chosen else (chosen[index % len(chosen)], self.seqs[chosen[index % len(chosen)]])
+
+    def _holds(self, _seq_id, seq):
+        return seq.holding.node is not None
+
+    def _may_run(self, seq_id, seq):
+        """It holds something, has no row in this step, and has a token to compute that is known or in flight."""
+        if not self._holds(seq_id, seq) or seq_id in self.steps[-1]:
+            return False
+        return seq.num_computed < len(seq.log) + self._in_flight(seq_id)
+
+    def _available(self):
+        free = self.num_blocks - len(self.naive.blocks) - sum(len(seq.holding.private_blocks) for seq in self.seqs.values())
+        return free + len(self.naive.evictable()) - sum(self.reserved.values())
+
+    def _path(self, seq, limit):
+        return self.naive.path(seq.holding.namespace, seq.log.tolist(), limit)
+
+    def _forget(self, seq_id):
+        self.naive.let_go(seq_id)
+        self.reserved[seq_id] = 0
+        self.seqs[seq_id].num_computed = 0
+        for rows in self.steps:
+            if seq_id in rows:
+                rows[seq_id] = False  # what it draws is dropped
+
+    # ---- arrival and end ------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.seqs) < 6)
+    @rule(namespace=st.sampled_from("aab"), index=INDEX, keep=st.integers(0, 30), tail=st.lists(TOKENS, max_size=12))
+    def arrive(self, namespace, index, keep, tail):
+        """A prompt that starts like an earlier one."""
+        tokens = [*self.known[index % len(self.known)][:keep], *tail] or [0]
+        tokens = tokens[: self.num_blocks * self.size]
+        self.num_opened += 1
+        holding = self.cache.open(SequenceId(self.num_opened), namespace)
+        self.seqs[self.num_opened] = Seq(holding, tokens)
+        self.reserved[self.num_opened] = 0
+        self.known = [*self.known[-8:], tokens]
+
+    @rule(index=INDEX, spare=st.sampled_from([0, 0, 0, 1, 2]))
+    def admit(self, index, spare):
+        seq_id, seq = self._pick(index, lambda seq_id, seq: seq.holding.node is None and not self._in_flight(seq_id))
+        if seq is None:
+            return
+        path = self._path(seq, len(seq.log) - 1)
+        needed = -(-len(seq.log) // self.size) - len(path)
+        unheld = sum(not self.naive.blocks[prefix].holders for prefix in path)
+        fits = needed + spare <= self._available() - unheld
+        before = snapshot(self.cache)
+        found = self.cache.admit(seq.holding, seq.log, spare=spare)
+        assert (found is not None) == fits
+        if found is None:
+            assert snapshot(self.cache) == before
+            return
+        assert found == len(path) * self.size
+        self.naive.hold(seq_id, path)
+        self.reserved[seq_id] = needed
+        seq.num_computed = found
+
+    @rule(index=INDEX)
+    def preempt(self, index):
+        seq_id, seq = self._pick(index, lambda seq_id, seq: self._holds(seq_id, seq) and seq_id not in self.steps[-1])
+        if seq is not None:
+            available = self.cache.num_available
+            freed = self.cache.num_freed_by(seq.holding)
+            self.cache.release(seq.holding)
+            assert self.cache.num_available == available + freed
+            self._forget(seq_id)
+
+    @rule(index=INDEX)
+    def end(self, index):
+        seq_id, seq = self._pick(index, lambda seq_id, _: seq_id not in self.steps[-1])
+        if seq is None:
+            return
+        self.cache.close(seq.holding)
+        self._forget(seq_id)
+        if not self.cache.enable_prefix_caching:
+            for prefix in [prefix for prefix in self.naive.blocks if prefix[0] == seq.holding.namespace]:
+                del self.naive.blocks[prefix]
+        del self.seqs[seq_id], self.reserved[seq_id]
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    @rule(index=INDEX, count=st.integers(1, 9), further=st.integers(0, 5))
+    def plan_row(self, index, count, further):
+        """Look up, then compute; perhaps go on with what is left of the budget."""
+        seq_id, seq = self._pick(index, self._may_run)
+        if seq is None:
+            return
+        if seq.num_computed < len(seq.log) and self._look_up(seq_id, seq):
+            return
+        self._compute(seq_id, seq, count)
+        if seq_id in self.steps[-1] and seq.num_computed < len(seq.log) and further:
+            if self.cache.is_alone(seq.holding, seq.log, seq.num_computed):
+                self._compute(seq_id, seq, further)
+
+    def _look_up(self, seq_id, seq):
+        """Returns whether the row must wait."""
+        log, size = seq.log.tolist(), self.size
+        limit = len(log) - 1
+        path = self._path(seq, limit)
+        depth = max(len(path), seq.holding.num_tree_blocks)
+        length = max(depth, len(seq.table))
+        best, sources = self.naive.partial(seq.holding.namespace, log, depth, limit)
+        computed = max(seq.num_computed, len(path) * size)
+        room = self._available()
+        advance = self.cache.advance(seq.holding, seq.log, seq.num_computed)
+        assert self._available_after(seq_id, seq, path, advance) >= room
+        pending = {prefix for prefix in sources if self.naive.blocks.get(prefix, Cached(0, 0)).entered == self.step_id}
+        wait = any(
+            start == log[: len(start)] and self._reaches(log, start, block) > computed
+            for start, block in self._fills(seq, depth)
+        )
+        if depth * size + best <= computed:
+            assert advance == (computed, None, wait)
+        elif advance.must_wait:
+            assert wait or pending
+            assert advance.num_computed == computed
+        elif advance.num_computed == computed:
+            assert not wait, "it computes what another row of this step computes"
+            assert advance.copy is None
+            assert any(not self._is_proven(prefix) for prefix in sources)
+        else:
+            assert advance.num_computed == depth * size + best
+            self._check_copy(seq, advance, sources, pending, depth, length)
+        seq.num_computed = advance.num_computed
+        return advance.must_wait
+
+    def _fills(self, seq, depth):
+        return [
+            (list(start), list(block))
+            for owner, start, block in self.filling
+            if owner[0] == seq.holding.namespace and len(start) == depth * self.size and seq.holding.num_tree_blocks == depth
+        ]
+
+    def _reaches(self, log, start, block):
+        own = log[len(start) : len(start) + self.size]
+        common = next((i for i, (a, b) in enumerate(zip(own, block, strict=False)) if a != b), min(len(own), len(block)))
+        return len(start) + common
+
+    def _is_proven(self, prefix):
+        """As the cache sees it, which may be later than could be known: a run is proven when its last block is."""
+        namespace, tokens = prefix
+        root = self.cache.tree.peek(namespace)
+        match = self.cache.tree.match(root, TokenLog(tokens), len(tokens))
+        return match.depth - match.node.start <= match.node.num_proven
+
+    def _available_after(self, seq_id, seq, path, advance):
+        """Bring the naive cache to where the look-up must have brought the real one."""
+        held = sum(seq_id in cached.holders for cached in self.naive.blocks.values())
+        self.naive.hold(seq_id, path)
+        if advance.num_computed > len(path) * self.size and advance.num_computed % self.size:
+            missing = self.cache.tree.num_evictable - len(self.naive.evictable())
+            assert missing <= 0
+            self.naive.evict(-missing)
+        assert held <= len(path) or not path
+        self.reserved[seq_id] = seq.holding.reserved
+        return self._available()
+
+    def _check_copy(self, seq, advance, sources, pending, depth, length):
+        target = seq.table[depth]
+        assert len(seq.table) == max(length, depth + 1)
+        blocks = {self.naive.blocks[prefix].block: prefix for prefix in sources if prefix in self.naive.blocks}
+        if advance.copy is None:
+            assert target not in blocks, "taken from the cache to be itself"
+        else:
+            assert advance.copy.target == target
+            assert advance.copy.num_tokens == advance.num_computed - depth * self.size
+            assert advance.copy.source in blocks or len(blocks) < len(sources)
+            assert blocks.get(advance.copy.source) not in pending
+
+    def _compute(self, seq_id, seq, count):
+        before = seq.num_computed
+        known = len(seq.log)
+        after = min(before + count, known) if before < known else before + 1
+        needed = max(0, -(-after // self.size) - len(seq.table))
+        fits = needed <= self.reserved[seq_id] + self._available()
+        free = self.cache.pool.num_free
+        untouched = None if fits else snapshot(self.cache)
+        assert self.cache.grow(seq.holding, after) == fits
+        if not fits:
+            assert after > known, "a promised prefill must always grow"
+            assert snapshot(self.cache) == untouched
+            return
+        self.naive.evict(max(0, needed - free))
+        self.reserved[seq_id] -= min(needed, self.reserved[seq_id])
+        self.cache.enter(seq.holding, seq.log, before, after)
+        self._entered(seq_id, seq, before, after)
+        self.steps[-1][seq_id] = after >= known + self._in_flight(seq_id)
+        seq.num_computed = after
+
+    def _entered(self, seq_id, seq, before, after):
+        """Blocks of known tokens are in the tree now, ours or another's, unless another's came in this very step."""
+        log = seq.log.tolist()
+        for index in range(min(after, len(log)) // self.size):
+            prefix = (seq.holding.namespace, tuple(log[: (index + 1) * self.size]))
+            mine = seq.table[index]
+            there = self.naive.blocks.get(prefix)
+            if there is None:
+                assert index < seq.holding.num_tree_blocks
+                self.naive.blocks[prefix] = Cached(mine, self.step_id, {seq_id})
+            elif index < seq.holding.num_tree_blocks:
+                assert there.block == mine
+                there.holders.add(seq_id)
+            else:
+                assert self.cache.pool.last_step[mine] == self.step_id or index > seq.holding.num_tree_blocks
+                break
+        full = min(after, len(log)) // self.size
+        if after % self.size and full == seq.holding.num_tree_blocks and len(log) >= (full + 1) * self.size:
+            start = tuple(log[: full * self.size])
+            self.filling.append(((seq.holding.namespace, seq_id), start, tuple(log[full * self.size : (full + 1) * self.size])))
+
+    @precondition(lambda self: len(self.steps) < 2)
+    @rule()
+    def plan_next_step(self):
+        self._begin()
+
+    @rule(tokens=st.lists(TOKENS, min_size=6, max_size=6), bad=st.sampled_from([None, None, None, 0, 1]))
+    def finish_step(self, tokens, bad):
+        """The oldest step ends: its rows draw tokens, one of them perhaps from what is not finite."""
+        rows = self.steps.pop(0)
+        done = self.first_in_flight
+        self.first_in_flight += 1
+        samplers = sorted(seq_id for seq_id, samples in rows.items() if samples)
+        failing = samplers[bad % len(samplers)] if bad is not None and samplers else None
+        dropped = self._fail(failing) if failing is not None else set()
+        for seq_id, token in zip(samplers, tokens, strict=False):
+            if seq_id not in dropped:
+                self.seqs[seq_id].log.append(token)
+                self.cache.prove(self.seqs[seq_id].holding, done)
+        if not self.steps:
+            self._begin()
+
+    def _fail(self, failing):
+        seq = self.seqs[failing]
+        before = set(self.naive.blocks)
+        own = self._path(seq, len(seq.log))[: seq.holding.num_tree_blocks]
+        victims = {victim.seq_id: victim.num_tokens for victim in self.cache.fail(seq.holding)}
+        assert failing not in victims
+        kept = self.cache.lookup(seq.holding.namespace, TokenLog([*seq.log.tolist(), 5])) // self.size
+        lost = set(self.naive.below(own[kept])) if kept < len(own) else set()
+        holders = set().union(*(self.naive.blocks[prefix].holders for prefix in lost)) if lost else set()
+        assert set(victims) == holders - {failing}
+        assert set(victims.values()) <= {kept * self.size}
+        assert all(self._is_proven(prefix) for prefix in own[:kept])
+        for seq_id in [failing, *(other.seq_id for other in self.cache.holdings() if other.seq_id in victims)]:
+            self._forget(seq_id)
+        for prefix in lost:
+            del self.naive.blocks[prefix]
+        assert before - set(self.naive.blocks) == lost
+        self.cache.close(seq.holding)
+        if not self.cache.enable_prefix_caching:
+            for prefix in [prefix for prefix in self.naive.blocks if prefix[0] == seq.holding.namespace]:
+                del self.naive.blocks[prefix]
+        del self.seqs[failing], self.reserved[failing]
+        return {failing, *victims}
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.naive.evict(len(self.naive.blocks))
+
+    # ---- what must be true after every rule -----------------------------------------------------
+
+    @invariant()
+    def the_books_are_right(self):
+        if hasattr(self, "cache"):
+            assert self.cache.check_integrity() == []
+
+    @invariant()
+    def the_cache_holds_what_the_naive_one_holds(self):
+        if not hasattr(self, "cache"):
+            return
+        real = {}
+        for namespace in self.cache.tree.namespaces():
+            self._collect(namespace, self.cache.tree.peek(namespace), (), real)
+        assert {prefix: (cached.block, len(cached.holders)) for prefix, cached in self.naive.blocks.items()} == real
+        order = [block for node in self.cache.tree.oldest_first() for block in reversed(node.blocks)]
+        assert order == [self.naive.blocks[prefix].block for prefix in self.naive.evictable()]
+        assert self.cache.num_available == self._available()
+
+    def _collect(self, namespace, node, above, into):
+        tokens = TokenLog([])
+        tokens.buffer[:] = node.tokens
+        path = [*above, *tokens.tolist()]
+        for index, block in enumerate(node.blocks):
+            into[namespace, tuple(path[: (node.start + index + 1) * self.size])] = (block, node.locks)
+        for bucket in node.children.values():
+            for child in bucket:
+                self._collect(namespace, child, path, into)
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            for seq in self.seqs.values():
+                self.cache.close(seq.holding)
+            self.cache.reset()
+            assert self.cache.check_integrity() == []
+            assert self.cache.counts().free == self.num_blocks
+            assert self.cache.tree.namespaces() == []
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = FEW
+TestCache = CacheMachine.TestCase
+TestCache.settings = FEW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [PoolMachine, CacheMachine])
+def test_the_same_for_much_longer(machine):
+    run_state_machine_as_test(machine, settings=MANY)

@@ -1,0 +1,265 @@
+"""A scheduler core and a simulated device, driven by hand: no loop, no clock, no randomness of their own.
+
+Every operation is followed by the core's audit and by a look at what it sent on. Each planned step is
+held against what every step promises; the device checks that its deltas suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence as Items
+from typing import Any
+
+from repertory.actors.scheduling.core import SchedulerCore
+from repertory.actors.scheduling.reports import Report
+from repertory.actors.scheduling.reserve import Reserve
+from repertory.actors.scheduling.sequence import Sequence
+from repertory.gpu.simulated import SimulatedExecutor
+from repertory.protocol.config import EngineConfig
+from repertory.protocol.errors import Problem
+from repertory.protocol.ids import Epoch, RequestId
+from repertory.protocol.messages import Abort, Admit, Open, Refused, RunStep, SequenceEnd, TokensSampled
+from repertory.protocol.sampling import SamplingParams
+
+MOST_STEPS = 20_000
+STEP_S = 0.01
+
+
+class World:
+    """`blocks`, `block_size`, `vocab_size`, `max_model_len` and `step_s` shape the device; all else is configuration."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 256,
+        block_size: int = 4,
+        vocab_size: int = 1000,
+        max_model_len: int = 100_000,
+        step_s: float = STEP_S,
+        **config: Any,
+    ) -> None:
+        config.setdefault("max_steps_in_flight", 1)
+        self.config = EngineConfig(model="simulated", block_size=block_size, num_device_blocks=blocks, **config)
+        self.device = SimulatedExecutor(
+            num_device_blocks=blocks,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            fail_rows=self._rows_that_fail,
+            step_seconds=lambda step: step_s,
+        )
+        self.core = SchedulerCore(self.config, self.device.capacity, epoch=Epoch(1))
+        self.step_s = step_s
+        self.now = 0.0
+        self.admits: dict[RequestId, Admit] = {}
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.opens: dict[RequestId, Open] = {}
+        self.ends: dict[RequestId, SequenceEnd] = {}
+        self.refusals: dict[RequestId, Problem | None] = {}
+        self.reports: list[Report] = []
+        self.steps: list[RunStep] = []
+        self.in_flight: list[RunStep] = []
+        self.poisoned: set[RequestId] = set()
+        """Requests whose logits are not finite from the next step on."""
+
+    # ---- operations -----------------------------------------------------------------------------
+
+    def submit(self, prompt: Items[int], *, max_tokens: int | None = 4, seed: int | None = None, **admit: Any) -> RequestId:
+        """A request arrives; greedy unless `seed` is given."""
+        request = RequestId(len(self.admits) + 1)
+        params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=max_tokens)
+        message = Admit(request, f"request {request}", list(prompt), params, self.now, **admit)
+        self.admits[request] = message
+        self.core.on_admit(message, self.now)
+        self._look()
+        return request
+
+    def abort(self, request: RequestId) -> None:
+        """A client goes."""
+        self.core.on_abort(Abort(request), self.now)
+        self._look()
+
+    def reset(self) -> None:
+        """The cache is to be forgotten."""
+        self.core.on_reset()
+        self._look()
+
+    def without_reserve(self) -> None:
+        """Admission leaves nothing free for growth, so memory runs out often."""
+        self.core.planner.reserve = _NoReserve(self.config.block_size)
+
+    def plan(self) -> RunStep | None:
+        """Plan one step and hold it against what steps promise; it is in flight then."""
+        before = _Before(self.core)
+        step = self.core.plan(self.now)
+        if step is not None:
+            before.check(step, self.core)
+            assert step.step_id == len(self.steps) + 1, "step ids are consecutive"
+            self.steps.append(step)
+            self.in_flight.append(step)
+        elif not self.in_flight and self.core.num_live:
+            assert self.core.next_wakeup() is not None, f"nothing runs and nobody will ask again: {self.core.stats()}"
+        self._look()
+        return step
+
+    def finish(self) -> None:
+        """The device runs the oldest step in flight and answers."""
+        done = self.device.run_step(self.in_flight.pop(0))
+        self.now += self.step_s
+        self.core.on_step_done(done, self.now)
+        self._look()
+
+    def step(self) -> RunStep | None:
+        """Plan as far ahead as is allowed, then let the device run one step; return the last one planned."""
+        planned = None
+        while (step := self.plan()) is not None:
+            planned = step
+        if self.in_flight:
+            self.finish()
+        return planned
+
+    def run(self, *requests: RequestId) -> int:
+        """Step until `requests` (all, if none is named) have ended; return the number of steps planned."""
+        first = len(self.steps)
+        while any(request not in self.ends and request not in self.refusals for request in requests or self.admits):
+            assert len(self.steps) < MOST_STEPS, f"no end in sight: {self.core.stats()}"
+            if self.step() is None and not self.in_flight:
+                wakeup = self.core.next_wakeup()
+                self.now = self.now if wakeup is None else max(self.now, wakeup)
+        return len(self.steps) - first
+
+    # ---- facts ----------------------------------------------------------------------------------
+
+    def sequence(self, request: RequestId) -> Sequence | None:
+        """The request's sequence while it lives."""
+        queues = self.core.queues
+        alive = (seq for queue in (queues.running, queues.recovery, queues.waiting) for seq in queue)
+        return next((seq for seq in alive if seq.request_id == request), None)
+
+    def running(self) -> list[RequestId]:
+        """Running requests in order."""
+        return [seq.request_id for seq in self.core.queues.running]
+
+    def preempted(self) -> list[RequestId]:
+        """Preempted requests in order."""
+        return [seq.request_id for seq in self.core.queues.recovery]
+
+    def waiting(self) -> list[RequestId]:
+        """Waiting requests in order."""
+        return [seq.request_id for seq in self.core.queues.waiting]
+
+    def rows(self, step: RunStep) -> dict[RequestId, tuple[int, int]]:
+        """The step's rows, (start, number of tokens) by request. One sequence per request, numbered alike when none was refused."""
+        assert not self.refusals, "sequence ids are not request ids here"
+        columns = zip(step.seq_ids, step.starts, step.num_tokens, strict=True)
+        return {RequestId(seq_id): (start, count) for seq_id, start, count in columns}
+
+    def reason(self, request: RequestId) -> str:
+        """How the request ended."""
+        return "refused" if request in self.refusals else self.ends[request].finish_reason
+
+    def reference(self, request: RequestId) -> list[int]:
+        """What the request gives alone, up to its own length and its stop ids."""
+        admit = self.admits[request]
+        room = self.core.max_length - len(admit.token_ids)
+        wanted = admit.params.max_tokens
+        tokens = self.device.reference(admit.token_ids, admit.params, room if wanted is None else min(room, wanted))
+        stops = [place for place, token in enumerate(tokens) if token in admit.stop_token_ids]
+        return tokens[: stops[0] + 1] if stops else tokens
+
+    def check_outputs(self) -> None:
+        """Every request has ended once, and whatever it gave is what it gives alone."""
+        for request in self.admits:
+            got, reason = self.tokens.get(request, []), self.reason(request)
+            if reason == "refused":
+                assert not got
+                continue
+            reference = self.reference(request)
+            if reason in ("stop", "length"):
+                assert got == reference, f"request {request} ({reason}) differs from a run alone"
+            else:
+                assert got == reference[: len(got)], f"request {request} ({reason}) is no beginning of a run alone"
+            opening = self.opens.get(request)
+            assert (opening is not None) == bool(got), "a request opens with its first token"
+            if opening is not None:
+                assert opening.num_cached_tokens < opening.num_prompt_tokens, "the last prompt token is always computed"
+
+    def check_nothing_is_left(self) -> None:
+        """All have ended: with the cache dropped every block is free, and nobody is remembered."""
+        self.step()
+        assert self.core.num_live == self.core.num_in_flight == 0
+        self.reset()
+        stats = self.core.stats()
+        assert stats.device_blocks.free == stats.device_blocks.total
+        assert not self.core.cache.tree.namespaces()
+        assert self.device.num_sequences == 0
+
+    # ---- watching -------------------------------------------------------------------------------
+
+    def _rows_that_fail(self, step: RunStep) -> Collection[int]:
+        alive = [self.sequence(request) for request in self.poisoned]
+        return [seq.seq_id for seq in alive if seq is not None]
+
+    def _look(self) -> None:
+        problems = self.core.audit()
+        assert not problems, problems
+        self.reports += self.core.take_reports()
+        for message in self.core.take_outputs(self.now):
+            if isinstance(message, Refused):
+                self._is_over(message.request_id)
+                self.refusals[message.request_id] = message.problem
+            else:
+                assert isinstance(message, TokensSampled)
+                self._take(message)
+
+    def _take(self, message: TokensSampled) -> None:
+        for opening in message.opened:
+            assert opening.request_id not in self.opens, "opened twice"
+            self.opens[opening.request_id] = opening
+        for request, token in zip(message.request_ids, message.token_ids, strict=True):
+            self._is_over(request)
+            assert request in self.opens, "a token before its request opened"
+            self.tokens.setdefault(request, []).append(token)
+        for end in message.ended:
+            self._is_over(end.request_id)
+            self.ends[end.request_id] = end
+
+    def _is_over(self, request: RequestId) -> None:
+        assert request not in self.ends and request not in self.refusals, f"request {request} goes on after its end"
+
+
+class _NoReserve(Reserve):
+    def blocks(self, growth: int) -> int:
+        return 0
+
+
+class _Before:
+    """What a plan started from, as far as its promises depend on it."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self.running = list(core.queues.running)
+        self.decodes = [seq for seq in self.running if not seq.is_ending and not seq.is_prefilling]
+
+    def check(self, step: RunStep, core: SchedulerCore) -> None:
+        """Rows are real, decodes all there, prefills within their budget."""
+        counts = dict(zip(step.seq_ids, step.num_tokens, strict=True))
+        assert len(counts) == len(step.seq_ids), "two rows of one sequence"
+        assert all(count >= 1 for count in step.num_tokens), "an empty row"
+        assert counts or not core.num_live, "a step without rows while somebody is alive"
+        config, decodes = core.config, {seq.seq_id for seq in self.decodes}
+        prefills = [count for seq_id, count in counts.items() if seq_id not in decodes]
+        if config.max_prefill_batch_size is not None:
+            assert len(prefills) <= config.max_prefill_batch_size
+        budget = max(1, config.token_budget - (len(counts) - len(prefills)))
+        is_alone = len(prefills) == 1 and not config.enable_chunked_prefill
+        assert is_alone or sum(prefills) <= budget, "prefills over their budget"
+        self._check_who_gave_way(counts, core)
+
+    def _check_who_gave_way(self, counts: dict[int, int], core: SchedulerCore) -> None:
+        gone = [seq for seq in self.running if seq in core.queues.recovery]
+        for seq in gone:
+            assert seq.seq_id not in counts, "preempted and run in one step"
+            assert seq.num_preemptions == 1 or seq.length > seq.prefill_end, "preempted again without a token of its return"
+        for seq in self.decodes:
+            if seq.seq_id not in counts and seq not in gone:
+                assert seq is not core.queues.running[-1], "nobody is behind it, and it sits out"
+                assert gone or core.cache.num_available == 0, "it sits out beside a free block"
