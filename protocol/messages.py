@@ -192,6 +192,11 @@ class StepFailed(Message, frozen=True):
 # ---- to the detokenizer and back to the frontend -------------------------------------------------
 
 
+PROMPT_TAIL = 24
+"""How many of the prompt's last ids the detokenizer wants: enough to hold a whole character and some text
+before it, even where a character takes four ids and special tokens stand at the end."""
+
+
 class Open(Columns, frozen=True):
     """Precedes a request's first token: what its text machine needs, and how it came to run.
 

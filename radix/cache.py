@@ -73,8 +73,9 @@ class KVCache:
         self.num_reserved = 0
         self._holdings: dict[SequenceId, Holding] = {}
         self._step = StepId(0)
-        # Blocks that rows of this step fill only partly, by the node they hang below: who, and the whole block's tokens.
-        self._filling: dict[Node, list[tuple[SequenceId, bytes]]] = {}
+        # Blocks that rows of this step fill only partly, by the node they hang below and their index: who fills
+        # them, and the whole block's tokens. The index, because the node grows when its row gets a second chunk.
+        self._filling: dict[tuple[Node, int], list[tuple[SequenceId, bytes]]] = {}
 
     # ---- life of a holding ----------------------------------------------------------------------
 
@@ -138,8 +139,7 @@ class KVCache:
         """Look up again before a chunk: take what others have entered meanwhile.
 
         Whole blocks are shared (own copies of them given back). A partly matching block, if it is proven, is
-        copied into a private one.
-        `num_computed` counts what was found at admission; so does the result.
+        copied into a private one. `num_computed` includes what admission found, and so does the result.
         """
         match = self.tree.match(_held(holding), log, len(log) - 1)
         if match.blocks:
@@ -196,7 +196,7 @@ class KVCache:
             else:
                 self._insert(holding, log, full)
         if after % size and full == holding.num_tree_blocks and len(log) >= (full + 1) * size:
-            self._filling.setdefault(_held(holding), []).append((holding.seq_id, log.block(full, size)))
+            self._filling.setdefault((_held(holding), full), []).append((holding.seq_id, log.block(full, size)))
 
     def is_alone(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
         """Whether no other sequence has or computes the tokens after `num_computed`. Changes nothing."""
@@ -335,10 +335,10 @@ class KVCache:
         holding.num_tree_blocks = full
 
     def _is_being_filled(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
-        candidates = self._filling.get(_held(holding))
+        index = holding.num_tree_blocks
+        candidates = self._filling.get((_held(holding), index))
         if not candidates:
             return False
-        index = holding.num_tree_blocks
         own = log.block(index, self.block_size)
         start = index * self.block_size
         return any(

@@ -19,6 +19,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDrainingError, NeverFitsError, Problem, QueueFullError, RequestFailedError, problem_of
 from ...protocol.ids import Epoch, RequestId, SequenceId, StepId
 from ...protocol.messages import (
+    PROMPT_TAIL,
     Abort,
     Admit,
     Message,
@@ -40,9 +41,6 @@ from .policies import load_policy
 from .queues import Queues
 from .reports import Finished, Preempted, Report
 from .sequence import Sequence, State
-
-PROMPT_TAIL = 32
-"""Prompt tokens sent to the detokenizer, so that the first piece of text joins the prompt correctly."""
 
 
 class SchedulerCore:

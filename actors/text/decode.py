@@ -37,9 +37,7 @@ import re
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-PROMPT_TAIL = 24
-"""How many of the prompt's last ids a decoder wants: enough to hold a whole character and some text
-before it, even where a character takes four ids and special tokens stand at the end."""
+from ...protocol.messages import PROMPT_TAIL
 
 HELD_LIMIT = 16
 """Held ids from which on they are not one incomplete character."""

@@ -142,7 +142,7 @@ def snapshot(cache: KVCache) -> Any:
         "hands": [pool.hand(block) for block in range(pool.num_blocks)],
         "last steps": list(pool.last_step),
         "reserved": cache.num_reserved,
-        "filling": {id(node): list(blocks) for node, blocks in cache._filling.items()},
+        "filling": {(id(node), index): list(blocks) for (node, index), blocks in cache._filling.items()},
         "holdings": {holding.seq_id: _fields(holding) for holding in cache.holdings()},
     }
 

@@ -186,12 +186,12 @@ def test_fewer_matching_tokens_than_are_computed_are_not_copied():
     assert drive.look_up(seq) == Advance(2, None, False)
 
 
-def test_a_block_that_this_step_writes_is_waited_for_and_copied_in_the_next():
+def test_a_block_that_this_step_writes_may_be_waited_for_and_is_copied_in_the_next():
     drive = Driver()
     writer, reader = drive.start([1, 2, 3, 4, 5]), drive.start([1, 2, 9, 9, 9])
     drive.begin()
     drive.chunk(writer)
-    assert drive.look_up(reader) == Advance(0, None, True)
+    assert drive.look_up(reader) == Advance(0, None, must_wait=False, may_wait=True)
     assert reader.table == []
     drive.sample(writer, 50)
     drive.begin()
@@ -225,6 +225,36 @@ def test_a_partly_filled_block_is_waited_for_though_its_node_is_split_in_the_sam
     drive.chunk(writer, 10)
     drive.chunk(splitter)
     assert drive.look_up(twin) == Advance(8, None, True)
+
+
+def test_a_block_being_filled_is_waited_for_though_part_of_another_could_be_copied_later():
+    drive = Driver()
+    prompt = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    filler, cousin, twin = drive.start(prompt), drive.start([*range(5), 90, 91, 92, 93]), drive.start(prompt)
+    drive.begin()
+    drive.chunk(filler, 6)
+    drive.compute(cousin)
+    assert drive.look_up(twin) == Advance(4, None, must_wait=True)
+
+
+def test_a_copy_is_not_made_of_a_block_that_will_be_there_whole_in_the_next_step():
+    drive = Driver()
+    drive.remember([*range(5), 90, 91, 92])
+    filler, twin = drive.start(range(9)), drive.start(range(10))
+    drive.begin()
+    drive.chunk(filler, 2)
+    assert drive.look_up(twin) == Advance(4, None, must_wait=True)
+    assert len(twin.table) == 1
+
+
+def test_a_row_that_goes_on_in_its_own_step_makes_nobody_wait_for_what_it_has_finished():
+    drive = Driver(block_size=2)
+    writer, other = drive.start([1, 2, 1, 2, 1, 2, 9, 9]), drive.start([1, 2, 1, 2, 1, 2, 1, 7, 7])
+    drive.begin()
+    drive.compute(writer, 2)
+    drive.compute(writer, 1)  # in the middle of the second block
+    drive.compute(writer, 3)  # and on to the end of the third
+    assert drive.look_up(other) == Advance(6, None, must_wait=False)
 
 
 def test_a_stranger_does_not_wait_for_a_block_that_is_being_filled():

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from repertory.actors.text.decode import HELD_LIMIT, PROMPT_TAIL, TextDecoder, Vocabulary
+from repertory.actors.text.decode import HELD_LIMIT, TextDecoder, Vocabulary
+from repertory.protocol.messages import PROMPT_TAIL
 from repertory.tests.text import small_tokenizers
 from repertory.tests.text.small_tokenizers import SENTENCES, byte_ids
 
