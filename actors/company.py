@@ -25,7 +25,7 @@ from ..protocol.config import EngineConfig
 from ..protocol.ids import Epoch
 from ..protocol.messages import Abort, Refused, Submit, TextOut, Tokenized, TokensSampled
 from .detokenizer import Detokenizer
-from .device import open_executor
+from .device import DeviceOpener
 from .frontends.dispatcher import Dispatcher
 from .loop_lag import watch_loop
 from .mailbox import Mailbox
@@ -47,6 +47,9 @@ class Company:
     """Every actor of one engine, made and joined. `open` makes it; `run` keeps it going until cancelled."""
 
     def __init__(self, worker: InlineWorker, executor: Executor, resolver: Resolver, config: EngineConfig) -> None:
+        # What can fail comes first: nothing has to be closed then.
+        core = SchedulerCore(config, executor.capacity, epoch=FIRST_EPOCH)
+        texts_core = DetokenizerCore(resolver.reader.tokenizer)
         bound = config.max_num_queued + config.running_limit + SPARE_ROOM
         self.executor = executor
         self.resolver = resolver
@@ -59,21 +62,20 @@ class Company:
             resolver, inbox=self.submissions, scheduler=scheduler_inbox, detokenizer=samples, frontend=texts
         )
         self.scheduler = Scheduler(
-            SchedulerCore(config, executor.capacity, epoch=FIRST_EPOCH),
+            core,
             inbox=scheduler_inbox,
             worker=worker.send,
             detokenizer=samples,
         )
-        self.detokenizer = Detokenizer(
-            DetokenizerCore(resolver.reader.tokenizer), inbox=samples, frontend=texts, scheduler=scheduler_inbox
-        )
+        self.detokenizer = Detokenizer(texts_core, inbox=samples, frontend=texts, scheduler=scheduler_inbox)
+        self._is_closed = False
         self._mailboxes = (self.submissions, scheduler_inbox, samples, texts)
         worker.report_to(scheduler_inbox)
 
     @classmethod
-    async def open(cls, config: EngineConfig, model_dir: Path, worker: InlineWorker) -> Company:
-        """Open the device and read the tokenizer, side by side. Raises `ConfigError` or `ModelLoadError`."""
-        executor = await worker.start(lambda: open_executor(config, model_dir))
+    async def open(cls, config: EngineConfig, model_dir: Path, worker: InlineWorker, *, open_device: DeviceOpener) -> Company:
+        """Open the device, then read the tokenizer for its sizes. Raises `ConfigError` or `ModelLoadError`."""
+        executor = await worker.start(lambda: open_device(config, model_dir))
         resolver = await anyio.to_thread.run_sync(_resolver, config, model_dir, executor)
         return cls(worker, executor, resolver, config)
 
@@ -88,6 +90,7 @@ class Company:
 
     def close(self) -> None:
         """Close the mailboxes."""
+        self._is_closed = True
         for mailbox in self._mailboxes:
             mailbox.close()
 
@@ -99,9 +102,9 @@ class Company:
         return not (core.num_live or core.num_in_flight or self.tokenizer.num_reading or len(self.dispatcher) or queued)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until the company is idle; False when `timeout_s` seconds were not enough."""
+        """Wait until the company is idle; False when it closed before, or `timeout_s` seconds were not enough."""
         with anyio.move_on_after(timeout_s):
-            while not self.is_idle:  # noqa: ASYNC110 - idleness is a fact about six tables, not an event
+            while not (self.is_idle or self._is_closed):  # noqa: ASYNC110 - idleness is a fact about six tables, not an event
                 await anyio.sleep(SETTLE_POLL_S)
         return self.is_idle
 

@@ -36,6 +36,9 @@ class Detokenizer:
                 if isinstance(message, TokensSampled):
                     deltas, aborts = self.core.on_tokens(message)
                     self._unsent.extend(aborts)
+                    # One that ends before its first token never opened. For all others this is no news.
+                    for end in message.ended:
+                        deltas += self.core.on_refused(Refused(end.request_id, end.problem))
                 else:
                     deltas = self.core.on_refused(message)
                 if deltas:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ..gpu.executor import Executor
 from ..protocol.config import EngineConfig
 from ..protocol.errors import ConfigError
+
+DeviceOpener = Callable[[EngineConfig, Path], Executor]
+"""What `open_executor` is: tests and other devices bring their own."""
 
 
 def check_buildable(config: EngineConfig) -> None:

@@ -19,7 +19,9 @@ from .observing.logs import logger
 from .resolving import Resolver
 
 SHORT_PROMPT = 32_768
-"""Characters, ids or messages up to which a prompt counts as short."""
+"""Characters or ids up to which a prompt counts as short."""
+SHORT_CHAT = 64
+"""Messages up to which a conversation does."""
 
 
 class Tokenizer:
@@ -69,15 +71,17 @@ class Tokenizer:
             await self._scheduler.post(message)
 
     async def _read(self, submit: Submit) -> None:
-        limiter = self._short if _is_short(submit.prompt) else self._long
         try:
+            limiter = self._short if _is_short(submit.prompt) else self._long
             tokenized, admit = await anyio.to_thread.run_sync(self._resolve, submit, limiter=limiter)
         except Exception as error:
             await self._refuse(submit, error)
             return
         if submit.request_id in self._reading:
-            self._reading.discard(submit.request_id)
             await self._frontend.post(tokenized)
+        if submit.request_id in self._reading:
+            # From here on an `Abort` follows the `Admit` through the same box, so it cannot come before it.
+            self._reading.discard(submit.request_id)
             await self._scheduler.post(admit)
 
     def _resolve(self, submit: Submit) -> tuple[Tokenized, Admit]:
@@ -101,5 +105,15 @@ class Tokenizer:
 
 def _is_short(prompt: Any) -> bool:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        return len(prompt) <= 64 and sum(len(str(message.get("content", ""))) for message in prompt) <= SHORT_PROMPT
+        return len(prompt) <= SHORT_CHAT and sum(map(_num_characters, prompt)) <= SHORT_PROMPT
     return not hasattr(prompt, "__len__") or len(prompt) <= SHORT_PROMPT
+
+
+def _num_characters(message: Any) -> int:
+    """Of a message's text, for next to nothing. What is no message counts nothing: the resolver says what is wrong."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else [content]
+    if len(parts) > SHORT_PROMPT:
+        return len(parts)
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -9,7 +9,6 @@ seconds. The interval is therefore lowered while the worker lives, and set back 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from ..protocol.errors import problem_of
 from ..protocol.messages import RunStep, StepDone, StepFailed
 from .mailbox import Mailbox
 from .scheduler import SchedulerInbox
+from .switch_interval import switch_interval
 
-SWITCH_INTERVAL_S = 0.0005
 RETRY_S = 0.001
 
 
@@ -38,12 +37,11 @@ class InlineWorker:
         self._closed = asyncio.Event()
         self._inbox: Mailbox[SchedulerInbox] | None = None
         self._undelivered: deque[StepDone | StepFailed] = deque()
-        self._interval = sys.getswitchinterval()
         self._thread: threading.Thread | None = None
 
     async def start(self, open_executor: Callable[[], Executor]) -> Executor:
         """Open the device on the thread that will drive it; raises what opening raised."""
-        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._interval))
+        switch_interval.lower()
         self._thread = threading.Thread(target=self._serve, args=(open_executor,), name="repertory-compute", daemon=True)
         self._thread.start()
         return await self._opened
@@ -64,8 +62,9 @@ class InlineWorker:
             self._steps.get_nowait()
         self._steps.put(None)
         await self._closed.wait()
+        self._thread.join()  # it has nothing left to do
         self._thread = None
-        sys.setswitchinterval(self._interval)
+        switch_interval.restore()
 
     def _deliver(self, message: StepDone | StepFailed) -> None:
         self._undelivered.append(message)
@@ -94,8 +93,11 @@ class InlineWorker:
                 if not self._run(executor, step):
                     break
         finally:
-            executor.close()
-            self._tell(self._closed.set)
+            try:
+                executor.close()
+            finally:
+                # A device that cannot be closed is reported by the thread's hook; whoever waits for the end goes on.
+                self._tell(self._closed.set)
 
     def _run(self, executor: Executor, step: RunStep) -> bool:
         try:

@@ -12,25 +12,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import msgspec
-
+from ..protocol.capacity import Capacity as Capacity
 from ..protocol.messages import RunStep, StepDone
-
-
-class Capacity(msgspec.Struct, frozen=True):
-    """What a device offers, known once it is open."""
-
-    device: str
-    """Device and dtype in words, for the start line."""
-    num_device_blocks: int
-    num_host_blocks: int
-    block_size: int
-    block_bytes: int
-    """Bytes of one KV block over all layers."""
-    vocab_size: int
-    """Rows of the embedding: ids below it are valid, added and special ones too."""
-    max_model_len: int
-    weights_bytes: int = 0
 
 
 class Executor(Protocol):

@@ -5,6 +5,7 @@
     |   |-- ValidationError           400  a field, its value, what is allowed
     |   |   |-- UnsupportedError      400  a parameter that is not built yet, by name
     |   |   `-- NeverFitsError        400  more tokens than the model or the KV pool can hold
+    |   |-- ReaderTooSlowError        408  the reader took nothing for max_pause_s
     |   `-- QueueFullError            429  max_num_queued requests are waiting
     `-- EngineError                   ours
         |-- ConfigError               -    a configuration mistake stops the start and names the key
@@ -56,6 +57,12 @@ class NeverFitsError(ValidationError):
     """The request needs more tokens than the model length or the whole KV pool offers."""
 
 
+class ReaderTooSlowError(RequestError):
+    """The request was paused because its reader fell behind, and the reader took nothing for `max_pause_s`."""
+
+    http_status = 408
+
+
 class QueueFullError(RequestError):
     """`max_num_queued` requests are waiting already. Try again later."""
 
@@ -105,7 +112,7 @@ class Problem(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, 
 _LEAVES: dict[str, type[RepertoryError]] = {
     leaf.__name__: leaf
     for leaf in (
-        ValidationError, UnsupportedError, NeverFitsError, QueueFullError, ConfigError, ModelLoadError,
+        ValidationError, UnsupportedError, NeverFitsError, ReaderTooSlowError, QueueFullError, ConfigError, ModelLoadError,
         RequestFailedError, EngineDrainingError, EngineDeadError,
     )
 }  # fmt: skip

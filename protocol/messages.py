@@ -10,7 +10,9 @@ state, and the per-step ones carry columns: one message a step, never one a toke
     Scheduler --TokensSampled-->  Detokenizer --TextOut------>  frontend
     Tokenizer --Tokenized------>  frontend                      (what the prompt became)
     Tokenizer, Scheduler --Refused--> Detokenizer               (ends that never opened)
-    Detokenizer --Abort(stop)-->  Scheduler
+    Detokenizer --Abort(stop), Closed, Resend-->  Scheduler
+    frontend  --Credit--------->  Scheduler
+    device host --DeviceOpened, Heartbeat, StepDone-->  its keeper  --DeviceLost, DeviceReady-->  Scheduler
 
 Times are seconds on the sending process's monotonic clock unless a name says otherwise.
 """
@@ -21,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from .capacity import Capacity
+from .config import EngineConfig
 from .errors import Problem
 from .ids import BlockId, Epoch, RequestId, SequenceId, StepId
 from .sampling import FinishReason, SamplingParams
@@ -86,6 +90,25 @@ class Admit(Message, frozen=True):
     tenant: str | None = None
     cache_salt: str | None = None
     trace_context: dict[str, str] | None = None
+
+
+class Credit(Message, frozen=True):
+    """A reader has taken `num_tokens` output tokens: as many more may be generated for it."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
+class Resend(Message, frozen=True):
+    """The detokenizer has lost a request's state: say everything about it again, from its `Open` on."""
+
+    request_id: RequestId
+
+
+class Closed(Message, frozen=True):
+    """The terminals of these requests are out: nothing of them will be asked for again."""
+
+    request_ids: list[RequestId]
 
 
 class Refused(Message, frozen=True):
@@ -179,6 +202,8 @@ class StepDone(Message, frozen=True):
     token_ids: list[int]
     seconds: float
     failed: list[FailedRow] = []
+    num_sequences: int = 0
+    """Sequences the device remembers after the step."""
 
 
 class StepFailed(Message, frozen=True):
@@ -187,6 +212,49 @@ class StepFailed(Message, frozen=True):
     epoch: Epoch
     step_id: StepId
     problem: Problem
+
+
+# ---- the life of a device host -------------------------------------------------------------------
+
+
+class OpenDevice(Message, frozen=True):
+    """The first message to a device host: what to open. Its steps and answers carry `epoch`."""
+
+    epoch: Epoch
+    config: EngineConfig
+    model_dir: str
+
+
+class DeviceOpened(Message, frozen=True):
+    """The device is open and takes steps. Sent once."""
+
+    epoch: Epoch
+    capacity: Capacity
+
+
+class OpeningFailed(Message, frozen=True):
+    """The device cannot be opened; the host ends."""
+
+    problem: Problem
+
+
+class Heartbeat(Message, frozen=True):
+    """The device host's loop is alive. Sent several times within `heartbeat_timeout_s`."""
+
+    epoch: Epoch
+
+
+class DeviceLost(Message, frozen=True):
+    """The device host of this epoch is gone, and with it both tiers of KV and every step it was sent."""
+
+    epoch: Epoch
+    reason: str
+
+
+class DeviceReady(Message, frozen=True):
+    """A new device host has taken over: steps of this epoch may be sent."""
+
+    epoch: Epoch
 
 
 # ---- to the detokenizer and back to the frontend -------------------------------------------------

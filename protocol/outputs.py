@@ -64,5 +64,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     swap_in_bytes: int
     num_steps: int
     num_restarts: int
+    num_paused: int = 0
+    """Requests whose readers have fallen behind by `credit_window` tokens."""
     num_computed_tokens: int = 0
     """Rows' tokens computed by all steps so far: what the cache saved is what this lacks."""

@@ -146,15 +146,15 @@ class KVCache:
             self._share(holding, match)
             num_computed = max(num_computed, match.depth * self.block_size)
         start = holding.num_tree_blocks * self.block_size
-        pending = match.partial is not None and self.pool.last_step[match.partial] == self._step
-        reach = start + match.num_partial if pending or match.is_partial_proven else 0
-        if self._is_being_filled(holding, log, max(num_computed, reach)):
+        filled = self._filled_by_others(holding, log)
+        if filled == start + self.block_size and filled > num_computed:
             return Advance(num_computed, None, must_wait=True)
-        if match.partial is None or reach <= num_computed:
-            return Advance(num_computed, None, must_wait=False)
-        if pending:
-            return Advance(num_computed, None, must_wait=False, may_wait=True)
-        return Advance(reach, self._copy(holding, match.partial, match.num_partial), must_wait=False)
+        reach = start + match.num_partial
+        if match.partial is not None and match.is_partial_proven and reach > num_computed:
+            return Advance(reach, self._copy(holding, match.partial, match.num_partial), must_wait=False)
+        pending = match.partial is not None and self.pool.last_step[match.partial] == self._step
+        soon = max(filled, reach if pending else 0)
+        return Advance(num_computed, None, must_wait=False, may_wait=soon > num_computed)
 
     def grow(self, holding: Holding, num_tokens: int) -> bool:
         """Extend the table so that it holds `num_tokens` tokens, evicting cache if need be.
@@ -198,11 +198,19 @@ class KVCache:
         if after % size and full == holding.num_tree_blocks and len(log) >= (full + 1) * size:
             self._filling.setdefault((_held(holding), full), []).append((holding.seq_id, log.block(full, size)))
 
+    def num_missing(self, holding: Holding, log: TokenLog) -> int:
+        """Blocks by which what is available falls short of admitting `log`; changes nothing."""
+        root = self.tree.peek(holding.namespace)
+        if root is None:
+            return self.blocks_for(len(log)) - self.num_available
+        match = self.tree.match(root, log, len(log) - 1)
+        return self.blocks_for(len(log)) - len(match.blocks) + match.num_unlocked - self.num_available
+
     def is_alone(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
         """Whether no other sequence has or computes the tokens after `num_computed`. Changes nothing."""
         match = self.tree.match(_held(holding), log, len(log) - 1)
         found = max(match.depth * self.block_size, holding.num_tree_blocks * self.block_size + match.num_partial)
-        return found <= num_computed and not self._is_being_filled(holding, log, num_computed)
+        return max(found, self._filled_by_others(holding, log)) <= num_computed
 
     def num_freed_by(self, holding: Holding) -> int:
         """Blocks that releasing `holding` would make available: its private ones, promises, and what only it locks."""
@@ -334,16 +342,13 @@ class KVCache:
         holding.node = self.tree.insert(_held(holding), tokens, holding.block_table[first:full], self._step)
         holding.num_tree_blocks = full
 
-    def _is_being_filled(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
+    def _filled_by_others(self, holding: Holding, log: TokenLog) -> int:
+        """How far rows of this step get in `log` by filling its next block, complete or not; 0: none does."""
         index = holding.num_tree_blocks
-        candidates = self._filling.get((_held(holding), index))
-        if not candidates:
-            return False
-        own = log.block(index, self.block_size)
-        start = index * self.block_size
-        return any(
-            seq_id != holding.seq_id and start + common_tokens(own, other) > num_computed for seq_id, other in candidates
-        )
+        candidates = self._filling.get((_held(holding), index), ())
+        own = log.block(index, self.block_size) if candidates else b""
+        shared = [common_tokens(own, block) for seq_id, block in candidates if seq_id != holding.seq_id]
+        return min(index * self.block_size + max(shared, default=0), len(log) - 1) if any(shared) else 0
 
 
 def _held(holding: Holding) -> Node:

@@ -23,7 +23,7 @@ from ...protocol.messages import Abort, Admit, Submit, Tokenized
 from ...protocol.outputs import EngineStats
 from ...protocol.sampling import SamplingParams
 from ..company import Company
-from ..device import check_buildable
+from ..device import DeviceOpener, check_buildable, open_executor
 from ..observing.logs import configure_logging, logger
 from ..observing.start import say_ready, say_start
 from ..worker import InlineWorker
@@ -42,12 +42,16 @@ class Engine:
 
     `Engine(EngineConfig(...))` and `Engine(model=..., ...)` are the same. Start and stop it with
     `async with`, or `start` and `aclose`, from any task. Raises `ConfigError` (at once, or from `start`)
-    for a setting that is wrong, `ModelLoadError` for a model that cannot be loaded.
+    for a setting that is wrong, `ModelLoadError` for a model that cannot be loaded. `open_device` brings a
+    device of one's own instead of the one that `config.device` names.
     """
 
-    def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, *, open_device: DeviceOpener = open_executor, **settings: Any
+    ) -> None:
         self.config = checked(_configured(config, settings))
         check_buildable(self.config)
+        self._open_device = open_device
         self._new_id = request_ids()
         self._log = logger("engine")
         self._company: Company | None = None
@@ -104,8 +108,12 @@ class Engine:
                 await _until(stop, company)
                 self._log.info("engine.stop", seconds=round(time.monotonic() - opened, 3))
             self._die(EngineDeadError("the engine has been closed"))
+        except asyncio.CancelledError:
+            # Somebody cancels every task of the loop, as `asyncio.run` does at its end: still nobody waits for ever.
+            self._die(EngineDeadError("the engine's task was cancelled"))
+            raise
         except Exception as error:
-            failure = _first(error)
+            failure = first_of(error)
             if not ready.done():
                 self._death = EngineDeadError(f"the engine did not start: {failure}")
                 ready.set_exception(failure)
@@ -118,7 +126,7 @@ class Engine:
         model_dir = await anyio.to_thread.run_sync(self._find_model)
         worker = InlineWorker()
         try:
-            company = await Company.open(self.config, model_dir, worker)
+            company = await Company.open(self.config, model_dir, worker, open_device=self._open_device)
             say_start(self._log, self.config, company.executor.capacity)
             self._company = company
             say_ready(self._log, time.monotonic() - started)
@@ -163,6 +171,8 @@ class Engine:
         raises its `RequestError` when the stream is read.
         """
         company = self._living()
+        if self._task is None or asyncio.get_running_loop() is not self._task.get_loop():
+            raise RuntimeError("generate is called on the engine's own event loop: there it was started")
         submit = self._submission(
             prompt,
             sampling_params,
@@ -203,6 +213,8 @@ class Engine:
 
     def _submission(self, prompt: Prompt, params: SamplingParams | None, label: str | None, **fields: Any) -> Submit:
         params = SamplingParams() if params is None else params
+        if label is not None and not isinstance(label, str):
+            raise ValidationError(f"request_id must be text, not {type(label).__name__}", field="request_id", value=label)
         if not isinstance(params, SamplingParams):
             raise ValidationError(
                 f"sampling_params must be SamplingParams, not {type(params).__name__}", field="sampling_params"
@@ -211,7 +223,7 @@ class Engine:
         return Submit(
             request_id=request_id,
             label=show_request_id(request_id) if label is None else label,
-            prompt=prompt,
+            prompt=prompt.copy() if isinstance(prompt, list) else prompt,  # read later: the caller may change its own
             params=params,
             arrival_s=time.monotonic(),
             **fields,
@@ -270,10 +282,15 @@ class Engine:
         self._living()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait for those that run; False when `timeout_s` seconds were not enough."""
+        """Refuse new requests and wait for those that run; False when `timeout_s` seconds were not enough.
+
+        Raises `EngineDeadError` when the engine stops meanwhile.
+        """
         company = self._living()
         company.scheduler.core.draining = True
-        return await company.settle(float("inf") if timeout_s is None else timeout_s)
+        settled = await company.settle(float("inf") if timeout_s is None else timeout_s)
+        self._living()
+        return settled
 
 
 def _configured(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
@@ -291,7 +308,7 @@ async def _until(stop: asyncio.Event, company: Company) -> None:
         group.cancel_scope.cancel()
 
 
-def _first(error: BaseException) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """The exception behind the groups that task groups wrap it in."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +18,10 @@ from anyio.from_thread import start_blocking_portal
 from tqdm import tqdm
 
 from ...protocol.config import EngineConfig
-from ...protocol.errors import ValidationError
+from ...protocol.errors import EngineDeadError, ValidationError, shorten
 from ...protocol.outputs import RequestOutput
 from ...protocol.sampling import SamplingParams
-from .engine import Engine, Prompt
+from .engine import Engine, Prompt, first_of
 
 Messages = list[dict[str, Any]]
 
@@ -36,7 +37,8 @@ class LLM:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal("asyncio"))
             self.engine = stack.enter_context(self._portal.wrap_async_context_manager(engine))
-            self._stack = stack.pop_all()
+            # At the interpreter's exit too, before it stops the loop's thread: nothing could be closed after that.
+            self._close = weakref.finalize(self, stack.pop_all().close)
 
     def generate(
         self,
@@ -51,7 +53,7 @@ class LLM:
         each. The whole list is validated before any starts: a wrong one raises its `RequestError`.
         """
         listed = _listed(prompts)
-        return self._portal.call(partial(self._run, listed, _spread(sampling_params, len(listed)), use_tqdm))
+        return self._complete(listed, _spread(sampling_params, len(listed)), use_tqdm)
 
     def chat(
         self,
@@ -63,17 +65,31 @@ class LLM:
         """Answer one conversation (a list of messages) or several."""
         single = bool(messages) and isinstance(messages[0], dict)
         listed: list[Prompt] = [messages] if single else list(messages)  # type: ignore[list-item, arg-type]
-        return self._portal.call(partial(self._run, listed, _spread(sampling_params, len(listed)), use_tqdm))
+        return self._complete(listed, _spread(sampling_params, len(listed)), use_tqdm)
 
     def close(self) -> None:
         """Stop the engine and its thread. Idempotent."""
-        self._stack.close()
+        self._close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+    def _complete(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        if not self._close.alive:
+            raise EngineDeadError("this LLM has been closed")
+        run: Future[list[RequestOutput]] | None = None
+        try:
+            run = self._portal.start_task_soon(self._run, prompts, params, use_tqdm)
+            return run.result()
+        except ExceptionGroup as group:
+            raise first_of(group) from None
+        except BaseException:
+            if run is not None:
+                run.cancel()  # interrupted while it waited: nobody wants the rest
+            raise
 
     async def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.engine
@@ -123,6 +139,10 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ValidationError(
+            f"sampling_params must be SamplingParams or a list of them, got {shorten(params)}", field="sampling_params"
+        )
     if len(params) != count:
         raise ValidationError(f"{len(params)} sampling_params for {count} prompts", field="sampling_params")
     return list(params)

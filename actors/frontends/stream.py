@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from ...protocol.errors import RepertoryError, RequestFailedError, error_from
+from ...protocol.errors import Problem, RepertoryError, error_from, problem_of
 from ...protocol.ids import RequestId
 from ...protocol.messages import Metrics, Submit, TextDelta, Tokenized
 from ...protocol.outputs import CompletionOutput, RequestOutput
@@ -35,7 +35,8 @@ class Delivery:
         self.token_ids: list[int] = []
         self.last: TextDelta | None = None
         self.metrics: Metrics | None = None
-        self.error: RepertoryError | None = None
+        self.problem: Problem | None = None
+        """Why no terminal will come: refused, or the engine has stopped."""
         self.is_closed = False
         self._num_seen_characters = 0
         self._num_seen_tokens = 0
@@ -45,7 +46,7 @@ class Delivery:
     @property
     def has_ended(self) -> bool:
         """Whether the terminal has come, or never will."""
-        return self.error is not None or (self.last is not None and self.last.finish_reason is not None)
+        return self.problem is not None or (self.last is not None and self.last.finish_reason is not None)
 
     def on_tokenized(self, message: Tokenized) -> None:
         """The prompt as the model sees it."""
@@ -59,17 +60,15 @@ class Delivery:
         self.last = delta
         if delta.metrics is not None:
             self.metrics = msgspec.structs.replace(delta.metrics, arrival=self.arrival_s)
-        if delta.problem is not None and not self.token_ids:
-            error = error_from(delta.problem)
-            if not isinstance(error, RequestFailedError):
-                self.error = error  # refused: nothing came, and nothing will
-        self._has_news = self.error is None and (self.kind != "final_only" or delta.finish_reason is not None)
+        if delta.problem is not None and not self.token_ids and delta.problem.kind != "RequestFailedError":
+            self.problem = delta.problem  # refused: nothing came, and nothing will
+        self._has_news = self.problem is None and (self.kind != "final_only" or delta.finish_reason is not None)
         self._wake()
 
     def fail(self, error: RepertoryError) -> None:
         """No terminal will come. What has arrived can still be read."""
         if not self.has_ended:
-            self.error = error
+            self.problem = problem_of(error)
             self._wake()
 
     def close(self) -> None:
@@ -84,8 +83,9 @@ class Delivery:
                 return None
             if self._has_news:
                 return self._output()
-            if self.error is not None:
-                raise self.error
+            if self.problem is not None:
+                # A new one for each reader: an exception keeps the frames, and so the streams, of whoever it passed.
+                raise error_from(self.problem)
             if self.has_ended:
                 return None
             await self._news()
@@ -133,9 +133,9 @@ class RequestStream:
     """
 
     def __init__(self, delivery: Delivery, abort: Callable[[RequestId], None]) -> None:
+        self._loop = asyncio.get_running_loop()
         self._delivery = delivery
         self._abort = abort
-        self._loop = asyncio.get_running_loop()
 
     @property
     def request_id(self) -> str:

@@ -3,6 +3,9 @@
     on_admit, on_abort      requests come and go
     plan                    the next step, or None when there is nothing to do
     on_step_done            tokens come back: logs grow, ends are found, text is on its way
+    on_credit               a reader has taken tokens: its request may go on
+    on_device_lost          everything the device held is gone; the token logs are here, so nothing else is
+    on_resend, on_closed    the detokenizer lost a request's state, or needs nothing more of it
     take_outputs            what has been decided meanwhile, for the detokenizer
     take_reports            what has happened meanwhile, for the logs
 
@@ -12,19 +15,30 @@ decisions. `now` is monotonic seconds.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...gpu.executor import Capacity
 from ...protocol.config import EngineConfig
-from ...protocol.errors import EngineDrainingError, NeverFitsError, Problem, QueueFullError, RequestFailedError, problem_of
+from ...protocol.errors import (
+    EngineDrainingError,
+    NeverFitsError,
+    Problem,
+    QueueFullError,
+    ReaderTooSlowError,
+    RequestFailedError,
+    problem_of,
+)
 from ...protocol.ids import Epoch, RequestId, SequenceId, StepId
 from ...protocol.messages import (
     PROMPT_TAIL,
     Abort,
     Admit,
+    Closed,
+    Credit,
+    DeviceLost,
+    DeviceReady,
     Message,
     Open,
     Refused,
+    Resend,
     RunStep,
     SequenceEnd,
     StepDone,
@@ -35,11 +49,13 @@ from ...protocol.sampling import FinishReason
 from ...radix.cache import KVCache
 from .draft import Draft
 from .gate import Gate
+from .histories import Histories, replay
 from .limits import check_fits, longest_sequence
+from .pacing import Pacer
 from .planning import Planner
 from .policies import load_policy
 from .queues import Queues
-from .reports import Finished, Preempted, Report
+from .reports import Finished, Paused, Preempted, Report
 from .sequence import Sequence, State
 
 
@@ -54,14 +70,23 @@ class SchedulerCore:
         self.capacity = capacity
         self.epoch = epoch
         self.policy = load_policy(config.scheduling_policy)
-        self.cache = KVCache(
-            capacity.num_device_blocks, capacity.block_size, enable_prefix_caching=config.enable_prefix_caching
-        )
+        self.cache = self._new_cache()
         self.queues = Queues()
         self.gate = Gate(config, self.policy)
-        self.planner = Planner(config, cache=self.cache, queues=self.queues, gate=self.gate, on_preempt=self._on_preempt)
+        self.pacer = Pacer()
+        self.histories = Histories()
+        self.planner = Planner(
+            config,
+            cache=self.cache,
+            queues=self.queues,
+            gate=self.gate,
+            on_preempt=self._on_preempt,
+            on_pause=self._on_pause,
+        )
         self.max_length = longest_sequence(capacity)
         self.draining = False
+        self.device_is_ready = True
+        self.num_restarts = 0
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_preemptions = {"recompute": 0, "swap": 0}
@@ -75,6 +100,7 @@ class SchedulerCore:
         self._sampled: list[TokensSampled] = []
         self._last_seq_id = 0
         self._last_step_id = StepId(0)
+        self._planned_s = float("-inf")
 
     # ---- requests come and go -------------------------------------------------------------------
 
@@ -97,6 +123,8 @@ class SchedulerCore:
             rank=(self.policy.priority_class(message), seq_id),
         )
         seq.queued_s = now
+        if message.params.output_kind != "final_only":
+            seq.credit_length = seq.num_prompt_tokens + self.config.credit_window
         self._requests[message.request_id] = seq
         self._sequences[seq_id] = seq
         self.queues.add_waiting(seq)
@@ -115,6 +143,29 @@ class SchedulerCore:
             reason: FinishReason = "stop" if message.reason == "stop" else "error" if message.reason == "error" else "abort"
             self._finish(seq, reason, now)
 
+    def on_credit(self, message: Credit) -> None:
+        """A reader has taken tokens. If that was what its request waited for, it comes back at its rank."""
+        seq = self._requests.get(message.request_id)
+        if seq is None:
+            return
+        seq.credit_length += message.num_tokens
+        if seq.state is State.PAUSED and not seq.is_out_of_credit:
+            self.queues.resume(seq)
+
+    def on_resend(self, message: Resend, now: float) -> None:
+        """Repeat what the detokenizer was told of a request, running or ended."""
+        seq = self._requests.get(message.request_id)
+        told = self.histories.get(message.request_id)
+        if seq is not None and seq.opening is not None:
+            told = replay(seq, seq.opening, now)
+        if told is not None:
+            self._sampled.append(told)
+
+    def on_closed(self, message: Closed) -> None:
+        """The terminals of these requests are out."""
+        for request_id in message.request_ids:
+            self.histories.close(request_id)
+
     def on_reset(self) -> None:
         """Forget every cached prefix that nobody holds."""
         self.cache.reset()
@@ -122,16 +173,18 @@ class SchedulerCore:
     # ---- steps ----------------------------------------------------------------------------------
 
     def plan(self, now: float) -> RunStep | None:
-        """The next step, or None: nothing to compute, or enough steps in flight."""
-        if len(self._steps) >= self.config.max_steps_in_flight:
+        """The next step, or None: nothing to compute, enough steps in flight, too early, or no device."""
+        self._expire(now)
+        if not self._may_plan(now):
             return None
+        self._planned_s = now
         while True:
             draft = Draft(self.epoch, StepId(self._last_step_id + 1))
             self.planner.fill(draft, now)
             if draft.rows:
                 break
             if draft.num_preempted == 0:
-                return self._sweep()
+                return self._sweep(now)
             # Whoever was preempted without a step may be admitted by the next round.
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
@@ -140,31 +193,64 @@ class SchedulerCore:
         for seq in draft.rows:
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
+        self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
         return draft.message(released)
 
-    def _sweep(self) -> RunStep | None:
+    def _may_plan(self, now: float) -> bool:
+        if not self.device_is_ready or len(self._steps) >= self.config.max_steps_in_flight:
+            return False
+        if not self._steps:
+            return True
+        if self.planner.running_suspect() is not None:
+            return False  # alone means alone
+        plan_at = self.pacer.plan_at()
+        return plan_at is None or now >= plan_at
+
+    def predicted_s(self, step: RunStep) -> float | None:
+        """How long a step in flight should take."""
+        draft = self._steps.get(step.step_id)
+        return None if draft is None else self.pacer.model.predict(draft.load)
+
+    def _sweep(self, now: float) -> RunStep | None:
         """A step without rows, when everything has ended: so that an idle device remembers nobody."""
         if self._sequences or self._steps or not self._released:
             return None
         draft = Draft(self.epoch, StepId(self._last_step_id + 1))
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
+        self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
         return draft.message(released)
 
     def next_wakeup(self) -> float | None:
-        """When to plan again although no message has come: a batch is being gathered until then.
+        """When to plan again although no message has come; None: what comes next is a message."""
+        times: list[float] = []
+        if self.queues.paused:
+            times.append(next(iter(self.queues.paused.values())).paused_s + self.config.max_pause_s)
+        if self.device_is_ready and len(self._steps) < self.config.max_steps_in_flight:
+            if self.gate.opens_at is not None:
+                times.append(self.gate.opens_at)
+            plan_at = self.pacer.plan_at()
+            if plan_at is not None and plan_at > self._planned_s:
+                times.append(plan_at)
+        return min(times, default=None)
 
-        None while no step may be planned: what comes next then is an answer.
-        """
-        return None if len(self._steps) >= self.config.max_steps_in_flight else self.gate.opens_at
+    def _expire(self, now: float) -> None:
+        """End requests whose readers have taken nothing for too long."""
+        while self.queues.paused:
+            seq = next(iter(self.queues.paused.values()))
+            if now < seq.paused_s + self.config.max_pause_s:
+                return
+            error = ReaderTooSlowError(f"the reader took nothing for {self.config.max_pause_s:g} s (max_pause_s)")
+            self._finish(seq, "error", now, problem=problem_of(error))
 
     def on_step_done(self, message: StepDone, now: float) -> None:
         """Take in a step's tokens. Messages of another epoch are dropped."""
         if message.epoch != self.epoch:
             return
         draft = self._steps.pop(message.step_id)
+        self.pacer.on_done(message.seconds, now)
         if draft.num_prefills:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
@@ -174,12 +260,14 @@ class SchedulerCore:
         token_ids: list[int] = []
         opened: list[Open] = []
         for seq_id, token in zip(message.seq_ids, message.token_ids, strict=True):
-            seq = self._sequences.get(seq_id)
-            if seq is None or message.step_id <= seq.void_until:
+            known = self._sequences.get(seq_id)
+            if known is None or message.step_id <= known.void_until:
                 continue  # ended or rolled back meanwhile: a surplus token
+            seq = known
             if seq.first_token_s is None:
                 seq.first_token_s = now
-                opened.append(_open(seq))
+                seq.opening = _open(seq)
+                opened.append(seq.opening)
             request_ids.append(seq.request_id)
             token_ids.append(token)
             self._append(seq, token, message.step_id, now)
@@ -190,6 +278,9 @@ class SchedulerCore:
     def _append(self, seq: Sequence, token: int, step_id: StepId, now: float) -> None:
         seq.log.append(token)
         seq.last_token_s = now
+        if seq.num_deaths:
+            seq.num_deaths = 0
+            self.planner.suspects.pop(seq.seq_id, None)
         if seq.state is State.RUNNING:  # else it was preempted with this token in flight: not a gain of its return
             seq.has_gained = True
             self.cache.prove(seq.holding, step_id)
@@ -216,6 +307,54 @@ class SchedulerCore:
         seq.length = len(seq.log)
         seq.void_until = self._last_step_id
 
+    # ---- the device's death and return ------------------------------------------------------------
+
+    def on_device_lost(self, message: DeviceLost, now: float) -> None:
+        """Both tiers of KV are gone, and every step that was not answered. Every request goes on from its log.
+
+        Who took part in an unanswered step is counted as present at a death; after the second without a token in
+        between it is suspect and runs alone. One that is alone when the device dies again is failed.
+        """
+        if message.epoch != self.epoch:
+            return
+        self.device_is_ready = False
+        present = {seq.seq_id: seq for draft in self._steps.values() for seq in draft.rows}
+        alive = [seq for seq in present.values() if seq.state is not State.FINISHED]
+        culprit = alive[0] if len(present) == 1 and alive and alive[0].is_suspect else None
+        for seq in alive:
+            seq.num_deaths += 1
+            if seq.is_suspect:
+                self.planner.suspects[seq.seq_id] = seq
+        self._forget_device()
+        if culprit is not None:
+            error = RequestFailedError(f"the device died {culprit.num_deaths} times while it computed this request")
+            self._finish(culprit, "error", now, problem=problem_of(error))
+
+    def on_device_ready(self, message: DeviceReady) -> None:
+        """A new device has taken over, and remembers nothing."""
+        self.epoch = message.epoch
+        self.device_is_ready = True
+        self.num_restarts += 1
+
+    def _forget_device(self) -> None:
+        self._steps.clear()
+        self._released.clear()
+        self._last_step_id = StepId(0)
+        self.pacer.reset()
+        self.cache = self.planner.cache = self._new_cache()
+        for seq in self._sequences.values():
+            seq.holding = self.cache.open(seq.seq_id, seq.admit.cache_salt)
+            if seq.state is State.RUNNING:
+                self.queues.preempt(seq)
+            seq.forget_device()
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(
+            self.capacity.num_device_blocks,
+            self.capacity.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+
     # ---- ends -----------------------------------------------------------------------------------
 
     def _finish(
@@ -230,14 +369,16 @@ class SchedulerCore:
         self._leave_device(seq)
         self.queues.remove(seq)
         seq.state = State.FINISHED
+        self.planner.keep(seq)
         self.cache.close(seq.holding)
         del self._requests[seq.request_id]
         del self._sequences[seq.seq_id]
-        self._ended.append(
-            SequenceEnd(
-                seq.request_id, reason, stop_token_id=stop_token_id, problem=problem, num_preemptions=seq.num_preemptions
-            )
+        self.planner.suspects.pop(seq.seq_id, None)
+        end = SequenceEnd(
+            seq.request_id, reason, stop_token_id=stop_token_id, problem=problem, num_preemptions=seq.num_preemptions
         )
+        self._ended.append(end)
+        self.histories.keep(seq, end, now)
         self._reports.append(Finished.of(seq, reason, now, problem))
 
     def _leave_device(self, seq: Sequence) -> None:
@@ -249,6 +390,10 @@ class SchedulerCore:
         self._leave_device(seq)
         self.num_preemptions["recompute"] += 1
         self._reports.append(Preempted(seq.request_id, "recompute", len(seq.log), freed, seq.num_preemptions))
+
+    def _on_pause(self, seq: Sequence) -> None:
+        self._leave_device(seq)
+        self._reports.append(Paused(seq.request_id, seq.num_output_tokens))
 
     # ---- what has been decided and what has happened ---------------------------------------------
 
@@ -291,14 +436,16 @@ class SchedulerCore:
             swap_out_bytes=0,
             swap_in_bytes=0,
             num_steps=self.num_steps,
-            num_restarts=0,
+            num_restarts=self.num_restarts,
+            num_paused=len(self.queues.paused),
             num_computed_tokens=self.num_computed_tokens,
         )
 
     def audit(self) -> list[str]:
         """Everything that does not add up, in words; live requests are accounted for, not faults."""
         found = self.cache.check_integrity()
-        queued: list[Any] = [*self.queues.running, *self.queues.recovery, *self.queues.waiting]
+        queues = self.queues
+        queued = [*queues.running, *queues.recovery, *queues.waiting, *queues.paused.values()]
         if {seq.seq_id for seq in queued} != set(self._sequences) or len(queued) != len(self._sequences):
             found.append(f"{len(self._sequences)} sequences in the table, {len(queued)} in the queues")
         if {seq.request_id for seq in self._sequences.values()} != set(self._requests):

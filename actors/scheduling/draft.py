@@ -7,6 +7,7 @@ import zlib
 from ...protocol.ids import Epoch, SequenceId, StepId
 from ...protocol.messages import BlockCopy, Fences, NewRow, RunStep, TableEdit
 from .sequence import Sequence
+from .step_time import Load, attended
 
 
 class Draft:
@@ -23,6 +24,10 @@ class Draft:
         self.num_decodes = 0
         self.num_prefills = 0
         self.num_preempted = 0
+        self.num_prefill_tokens = 0
+        self.num_attended = 0
+        self.first_prefill: Sequence | None = None  # the first in order, where prefills are cut into chunks
+        self.may_wait: list[Sequence] = []  # prefills that gain by waiting a step, and run only if budget is left
 
     def add_decode(self, seq: Sequence) -> None:
         """A row for the token sampled last."""
@@ -33,12 +38,15 @@ class Draft:
         """A row for `count` tokens of a prompt or a resumption."""
         self._add(seq, count)
         self.num_prefills += 1
+        self.num_prefill_tokens += count
         seq.num_chunks += 1
 
     def extend_chunk(self, seq: Sequence, count: int) -> None:
         """Lengthen a row that this step already has."""
         row = self.rows.index(seq)
         self.num_tokens[row] += count
+        self.num_prefill_tokens += count
+        self.num_attended += attended(seq.num_computed, count)
         seq.num_computed += count
         if seq.num_computed == seq.length:
             self.samples[row] = 1
@@ -48,12 +56,18 @@ class Draft:
         self.rows.append(seq)
         self.starts.append(seq.num_computed)
         self.num_tokens.append(count)
+        self.num_attended += attended(seq.num_computed, count)
         seq.num_computed += count
         if seq.num_computed == seq.length:
             self.samples.append(1)
             _expect_token(seq)
         else:
             self.samples.append(0)
+
+    @property
+    def load(self) -> Load:
+        """What the step computes, for the model of how long it takes."""
+        return Load(self.num_prefill_tokens, self.num_attended, len(self.rows))
 
     def message(self, released: list[SequenceId]) -> RunStep:
         """The finished step. Sequences new to the device go whole, the others as table edits."""

@@ -1,10 +1,14 @@
 """One step's plan: who computes what, and who must make room.
 
+    0. classes      the next candidate is of a higher class than the last that runs, and lacks a slot or
+                    blocks -> preempt from the end of the order, lower classes only, if that is enough.
     1. decodes      every running sequence that only lacks the token sampled last gets it, in order.
                     No block left -> evict cache; still none -> preempt the last sequence in order.
-    2. admission    if nobody was preempted: recovery and waiting merged, until one does not fit.
+    2. admission    if memory did not run out: recovery and waiting merged, until one does not fit.
     3. prefill      what is left of the budget, split: half to the first prefill in order, the rest
                     to the others by fewest remaining tokens; what one side cannot use, the other does.
+
+A suspect (the device died under it twice) runs alone: while one does, nobody else has a row.
 
 Step 1 asks memory only for growth, because admission promises each sequence the blocks of all its
 known tokens (see `radix/cache.py`): a prefill cannot stop half way, so two sequences that both
@@ -18,7 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...protocol.config import EngineConfig
+from ...protocol.ids import SequenceId
 from ...radix.cache import Advance, KVCache
+from ...radix.tokens import common_tokens
 from .draft import Draft
 from .gate import Gate
 from .queues import Queues
@@ -27,7 +33,10 @@ from .sequence import Sequence, State
 
 
 class Planner:
-    """Fills a `Draft` from the queues and the cache. `on_preempt(seq, freed)` is told of each victim."""
+    """Fills a `Draft` from the queues and the cache.
+
+    `on_preempt(seq, freed)` is told of each victim, `on_pause(seq)` of each that its reader holds up.
+    """
 
     def __init__(
         self,
@@ -37,13 +46,16 @@ class Planner:
         queues: Queues,
         gate: Gate,
         on_preempt: Callable[[Sequence, int], None],
+        on_pause: Callable[[Sequence], None],
     ) -> None:
         self.config = config
         self.cache = cache
         self.queues = queues
         self.gate = gate
         self.reserve = Reserve(cache.block_size)
+        self.suspects: dict[SequenceId, Sequence] = {}
         self._on_preempt = on_preempt
+        self._on_pause = on_pause
         self._odd_to_first = True
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -51,23 +63,55 @@ class Planner:
     def fill(self, draft: Draft, now: float) -> None:
         """Plan one step into `draft`. Leaves it without rows when there is nothing to compute."""
         self.cache.begin_step(draft.step_id)
-        self._decodes(draft)
-        if draft.num_preempted == 0:
+        suspect = self.running_suspect()
+        if suspect is not None:
+            self._prefill(draft, [suspect])
+            return
+        self._make_way(draft)
+        num_victims = draft.num_preempted
+        self._decodes(draft, now)
+        if draft.num_preempted == num_victims:
             self.reserve.on_step()
             self._admit(now)
-        budget = max(1, self.config.token_budget - draft.num_decodes)
-        prefills = [seq for seq in self.queues.running if seq.is_prefilling]
-        if self.config.enable_chunked_prefill:
-            self._chunks(draft, prefills, budget)
-        else:
-            self._whole_prefills(draft, prefills, budget)
+        self._prefill(draft, [seq for seq in self.queues.running if seq.is_prefilling and not seq.is_suspect])
+
+    def running_suspect(self) -> Sequence | None:
+        """The suspect that runs, and so must run alone."""
+        return next((seq for seq in self.suspects.values() if seq.state is State.RUNNING), None)
+
+    # ---- 0. classes -----------------------------------------------------------------------------
+
+    def _make_way(self, draft: Draft) -> None:
+        """Preempt lower classes for the next candidate, but only if it can come in then."""
+        running, seq = self.queues.running, self.queues.candidate()
+        if seq is None or not running or running[-1].rank[0] <= seq.rank[0] or seq.in_flight:
+            return
+        missing = self.cache.num_missing(seq.holding, seq.log)
+        num_slots = self.config.running_limit - len(running)
+        victims: list[Sequence] = []
+        for victim in reversed(running):
+            if missing <= 0 and num_slots > 0:
+                break
+            if victim.rank[0] <= seq.rank[0]:
+                return
+            if self._may_be_preempted(victim):
+                victims.append(victim)
+                missing -= self.cache.num_freed_by(victim.holding)
+                num_slots += 1
+        if missing <= 0 and num_slots > 0:
+            for victim in victims:
+                self.preempt(draft, victim)
 
     # ---- 1. decodes -----------------------------------------------------------------------------
 
-    def _decodes(self, draft: Draft) -> None:
+    def _decodes(self, draft: Draft, now: float) -> None:
         size = self.cache.block_size
         for seq in list(self.queues.running):
             if seq.state is not State.RUNNING or seq.is_ending or seq.is_prefilling:
+                continue
+            if seq.length >= seq.credit_length:
+                if not seq.in_flight:
+                    self._pause(seq, now)
                 continue
             start = seq.num_computed
             if start >= len(seq.holding.block_table) * size and not self._make_room(draft, seq):
@@ -104,11 +148,32 @@ class Planner:
 
     def set_back(self, seq: Sequence) -> None:
         """From running to recovery: it holds nothing, and computes again what the cache does not keep."""
-        self.cache.release(seq.holding)
+        self._let_go(seq)
         self.queues.preempt(seq)
+
+    def _pause(self, seq: Sequence, now: float) -> None:
+        """Its reader is out of credit: it lets go as in a preemption, and is in nobody's way until there is more."""
+        if seq.state is State.RUNNING:
+            self._let_go(seq)
+        self.queues.pause(seq, now)
+        self._on_pause(seq)
+
+    def _let_go(self, seq: Sequence) -> None:
+        self.keep(seq)
+        self.cache.release(seq.holding)
         seq.num_computed = 0
         seq.has_gained = False
         seq.counts_hits = False
+
+    def keep(self, seq: Sequence) -> None:
+        """Make cache of what is full and known by now, before `seq` lets go of it.
+
+        With two steps in flight the last token of a block is often known only after the row that filled it was planned.
+        """
+        size, holding = self.cache.block_size, seq.holding
+        full = min(seq.num_computed, len(seq.log)) // size
+        if holding.node is not None and full > holding.num_tree_blocks:
+            self.cache.enter(holding, seq.log, full * size, full * size)
 
     # ---- 2. admission ---------------------------------------------------------------------------
 
@@ -121,6 +186,9 @@ class Planner:
             seq = queues.candidate()
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return
+            if seq.is_out_of_credit:
+                self._pause(seq, now)
+                continue
             growth = self.reserve.growth(queues.running) if growth is None else growth
             found = self.cache.admit(seq.holding, seq.log, spare=self.reserve.blocks(growth))
             if found is None:
@@ -132,8 +200,17 @@ class Planner:
                 self.num_queried_tokens += seq.num_prompt_tokens
                 self._count_hit(seq, found)
             queues.start(seq)
+            if seq.is_suspect:
+                return  # it runs alone, in the next step
 
     # ---- 3. prefill -----------------------------------------------------------------------------
+
+    def _prefill(self, draft: Draft, prefills: list[Sequence]) -> None:
+        budget = max(1, self.config.token_budget - draft.num_decodes)
+        if self.config.enable_chunked_prefill:
+            self._chunks(draft, prefills, budget)
+        else:
+            self._whole_prefills(draft, prefills, budget)
 
     def _chunks(self, draft: Draft, prefills: list[Sequence], budget: int) -> None:
         if not prefills:
@@ -143,31 +220,44 @@ class Planner:
         if others:
             half = budget // 2 + (budget % 2 if self._odd_to_first else 0)
             self._odd_to_first = not self._odd_to_first
-        waiting: list[Sequence] = []
-        left = budget - self._chunk(draft, first, half, waiting)
+        draft.first_prefill = first
+        left = budget - self._chunk(draft, first, half)
         for seq in sorted(others, key=lambda seq: seq.num_remaining):
             if left == 0 or not self._takes_more(draft):
                 break
-            left -= self._chunk(draft, seq, left, waiting)
+            left -= self._chunk(draft, seq, left)
         if left and others:
-            left -= self._go_on(draft, first, left, waiting)
-        for seq in waiting:
+            left -= self._go_on(draft, first, left)
+        for seq in draft.may_wait:
             if left == 0 or not self._takes_more(draft):
                 break
             left -= self._compute(draft, seq, min(left, seq.num_remaining))
 
-    def _go_on(self, draft: Draft, first: Sequence, left: int, waiting: list[Sequence]) -> int:
+    def _go_on(self, draft: Draft, first: Sequence, left: int) -> int:
         """The others could not use their half: the first goes on, unless another row computes what it needs."""
-        if first in waiting:
+        if first in draft.may_wait:
             return 0
         if first not in draft.rows:
-            return self._chunk(draft, first, left, waiting) if self._takes_more(draft) else 0
+            return self._chunk(draft, first, left) if self._takes_more(draft) else 0
         if not first.is_prefilling or not self.cache.is_alone(first.holding, first.log, first.num_computed):
             return 0
         count = min(left, first.num_remaining)
         self._enter(first, first.num_computed, count)
         draft.extend_chunk(first, count)
         return count
+
+    def _follows(self, seq: Sequence, first: Sequence | None) -> bool:
+        """Whether the first prefill goes on into the very block that `seq` needs next: then it fills it for both.
+
+        It has not come there in this step, so the cache does not know. Without this the two would take
+        turns at private copies of the block, wherever a budget ends inside it.
+        """
+        if first is None or first is seq or first.holding.node is not seq.holding.node or not first.is_prefilling:
+            return False
+        index, size = seq.holding.num_tree_blocks, self.cache.block_size
+        block = first.log.block(index, size)
+        is_whole = len(block) == self.cache.tree.width
+        return is_whole and index * size + common_tokens(block, seq.log.block(index, size)) > seq.num_computed
 
     def _whole_prefills(self, draft: Draft, prefills: list[Sequence], budget: int) -> None:
         left = budget
@@ -182,15 +272,15 @@ class Planner:
             if left <= 0:
                 break
 
-    def _chunk(self, draft: Draft, seq: Sequence, allowance: int, waiting: list[Sequence]) -> int:
+    def _chunk(self, draft: Draft, seq: Sequence, allowance: int) -> int:
         """Plan up to `allowance` tokens of `seq` and return how many, or put it with those that may wait."""
         if allowance == 0:
             return 0
         advance = self._look_up(draft, seq)
-        if advance.must_wait:
+        if advance.must_wait or self._follows(seq, draft.first_prefill):
             return 0
         if advance.may_wait:
-            waiting.append(seq)
+            draft.may_wait.append(seq)
             return 0
         return self._compute(draft, seq, min(allowance, seq.num_remaining))
 

@@ -1,10 +1,11 @@
-"""Who runs, who was preempted, who waits: three lists, each in the policy's order."""
+"""Who runs, who was preempted, who waits: three lists, each in the policy's order. And who is paused, in no order's way."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from ...protocol.ids import SequenceId
 from .sequence import Sequence, State
 
 
@@ -13,12 +14,13 @@ def _rank(seq: Sequence) -> tuple[int, int]:
 
 
 class Queues:
-    """Running, recovery (preempted), waiting. A sequence is in at most one; `state` says which."""
+    """Running, recovery (preempted), waiting, paused. A sequence is in at most one; `state` says which."""
 
     def __init__(self) -> None:
         self.running: list[Sequence] = []
         self.recovery: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.paused: dict[SequenceId, Sequence] = {}  # the first has been paused for the longest
 
     def add_waiting(self, seq: Sequence) -> None:
         """A new request."""
@@ -37,8 +39,24 @@ class Queues:
         seq.state = State.PREEMPTED
         insort(self.recovery, seq, key=_rank)
 
+    def pause(self, seq: Sequence, now: float) -> None:
+        """From running or recovery to paused: its reader is out of credit."""
+        self.remove(seq)
+        seq.state = State.PAUSED
+        seq.paused_s = now
+        self.paused[seq.seq_id] = seq
+
+    def resume(self, seq: Sequence) -> None:
+        """From paused to recovery, at its rank: its reader has granted more."""
+        self.remove(seq)
+        seq.state = State.PREEMPTED
+        insort(self.recovery, seq, key=_rank)
+
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of the list it is in."""
+        if seq.state is State.PAUSED:
+            del self.paused[seq.seq_id]
+            return
         queue = self._queue(seq)
         place = bisect_left(queue, seq.rank, key=_rank)
         assert queue[place] is seq, f"sequence {seq.seq_id} is not where its state says"

@@ -20,6 +20,13 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     num_preemptions: int
 
 
+class Paused(msgspec.Struct, frozen=True, gc=False):
+    """A request's reader fell behind: it waits for credit and holds nothing."""
+
+    request_id: RequestId
+    num_output_tokens: int
+
+
 class Finished(msgspec.Struct, frozen=True):
     """The canonical account of a request. Durations in seconds; None where it did not come that far."""
 
@@ -60,7 +67,7 @@ class Finished(msgspec.Struct, frozen=True):
         )
 
 
-Report = Preempted | Finished
+Report = Preempted | Paused | Finished
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """A sequence: one token log on its way through the engine, and where it stands.
 
-    WAITING -> RUNNING <-> PREEMPTED -> FINISHED(stop | length | abort | error)
+    WAITING -> RUNNING <-> PREEMPTED | PAUSED -> FINISHED(stop | length | abort | error)
 
 One rule moves it: `num_computed` catches up with `length`. Both count what has been *sent* to the
 device: `in_flight` tokens are being sampled by steps that have not answered yet, and are part of
@@ -10,12 +10,15 @@ device: `in_flight` tokens are being sampled by steps that have not answered yet
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 from ...protocol.ids import RequestId, SequenceId, StepId
-from ...protocol.messages import Admit
+from ...protocol.messages import Admit, Open
 from ...radix.holding import Holding
 from ...radix.tokens import TokenLog
+
+SUSPECT_DEATHS = 2
 
 
 class State(Enum):
@@ -24,6 +27,7 @@ class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    PAUSED = "paused"
     FINISHED = "finished"
 
 
@@ -33,6 +37,7 @@ class Sequence:
     __slots__ = (
         "admit",
         "counts_hits",
+        "credit_length",
         "first_scheduled_s",
         "first_token_s",
         "has_gained",
@@ -46,8 +51,11 @@ class Sequence:
         "num_cached_tokens",
         "num_chunks",
         "num_computed",
+        "num_deaths",
         "num_preemptions",
         "num_prompt_tokens",
+        "opening",
+        "paused_s",
         "prefill_end",
         "queued_s",
         "rank",
@@ -78,10 +86,24 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_chunks = 0
         self.num_preemptions = 0
+        self.credit_length: float = math.inf  # its reader has granted tokens up to this length
+        self.paused_s = 0.0
+        self.num_deaths = 0  # of the device, in steps of which it took part, since it last gained a token
+        self.opening: Open | None = None  # what the detokenizer was told before its first token
         self.queued_s = 0.0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+
+    def forget_device(self) -> None:
+        """The device is gone: nothing of this sequence is anywhere but in its log."""
+        self.num_computed = 0
+        self.in_flight = 0
+        self.length = len(self.log)
+        self.void_until = StepId(0)
+        self.is_on_device = False
+        self.has_gained = False
+        self.counts_hits = False
 
     @property
     def request_id(self) -> RequestId:
@@ -102,6 +124,16 @@ class Sequence:
     def is_ending(self) -> bool:
         """The tokens in flight are its last: nothing more may be planned for it."""
         return self.length >= self.max_length
+
+    @property
+    def is_out_of_credit(self) -> bool:
+        """Its reader is behind: nothing more may be planned until it has taken some."""
+        return self.length >= self.credit_length
+
+    @property
+    def is_suspect(self) -> bool:
+        """The device died under it more than once: it runs alone until it gains a token."""
+        return self.num_deaths >= SUSPECT_DEATHS
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,10 +1,9 @@
-"""The executor for CPUs: plain torch, one step at a time, in the order of its arrival."""
+"""The executor for CPUs: one step at a time, in the order of its arrival, in the C kernels or in torch."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,15 +14,17 @@ from ...protocol.ids import SequenceId
 from ...protocol.messages import FailedRow, RunStep, StepDone
 from ..executor import Capacity
 from ..models.config import ModelConfig, load_model_config
-from ..models.decoder import Batch, Decoder
 from ..models.weights import load_weights
-from ..sampling import SamplingRow, sample
+from ..sampling import SamplingRow
 from ..slots import Row, SlotTable
-from .attention import PagedAttention
+from .library import LEVELS
 from .machine import compute_dtype, memory_bytes
+from .memory import keep_freed_memory
+from .paths import open_path
+from .plan import SharedGroups
 from .pool import KvPool, block_bytes
 
-_ATTENTION_BACKENDS = ("auto", "torch")
+_ATTENTION_BACKENDS = ("auto", "torch", *LEVELS)
 
 _STAND_IN = 0
 """Token that a failed row leaves in its log: the step behind it may already count on there being one."""
@@ -33,8 +34,9 @@ class CpuExecutor:
     """Runs the model in `model_dir` on the CPU. Implements `Executor`.
 
     It owns the weights and the KV pool, and has no host tier: there is no slower memory to move blocks to.
-    Raises `ModelLoadError` if the model cannot be loaded, `ConfigError` naming the key for a setting that
-    this device cannot satisfy.
+    `attention_backend` chooses the code: "torch", the C kernels of one instruction set, or "auto": the best
+    there is. Raises `ModelLoadError` if the model cannot be loaded, `ConfigError` naming the key for a setting
+    that this device cannot satisfy.
     """
 
     def __init__(self, model_dir: Path, *, config: EngineConfig) -> None:
@@ -47,14 +49,16 @@ class CpuExecutor:
             )
         dtype = compute_dtype(config.dtype)
         num_blocks = _num_blocks(config, block_bytes(model, config.block_size, dtype))
+        keep_freed_memory()
         weights = load_weights(model_dir, model, dtype=dtype, device=torch.device("cpu"))
-        self._decoder = Decoder(model, weights)
+        weights_bytes = weights.num_bytes
         self._pool = KvPool(model, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype)
+        self._path = open_path(model, weights, self._pool, backend=config.attention_backend, num_threads=config.compute_threads)
         self._slots = SlotTable()
         self._not_finite: set[SequenceId] = set()
         self._num_threads = config.compute_threads
         self._thread_id: int | None = None
-        self._capacity = _capacity(config, model, self._pool, weights_bytes=weights.num_bytes)
+        self._capacity = _capacity(config, model, self._pool, path=self._path.description, weights_bytes=weights_bytes)
 
     @property
     def capacity(self) -> Capacity:
@@ -75,9 +79,8 @@ class CpuExecutor:
         self._claim_thread()
         rows = self._slots.apply(step)
         self._not_finite.difference_update(step.released, (new.seq_id for new in step.admitted))
-        with torch.inference_mode():
-            self._pool.copy(step.copies)
-            sampled = self._compute(rows) if rows else []
+        self._pool.copy(step.copies)
+        sampled = self._compute(rows, step.shared_groups) if rows else []
         seq_ids: list[SequenceId] = []
         token_ids: list[int] = []
         failed: list[FailedRow] = []
@@ -92,12 +95,14 @@ class CpuExecutor:
         return StepDone(step.epoch, step.step_id, seq_ids, token_ids, time.perf_counter() - started, failed)
 
     def close(self) -> None:
-        """Let go of the weights and the pool. May be called twice."""
-        for name in ("_decoder", "_pool"):
+        """Let go of the weights, the pool and the threads. May be called twice."""
+        if "_path" in vars(self):
+            self._path.close()
+        for name in ("_path", "_pool"):
             vars(self).pop(name, None)
         self._slots = SlotTable()
 
-    def _compute(self, rows: list[Row]) -> list[tuple[Row, int]]:
+    def _compute(self, rows: list[Row], shared: SharedGroups) -> list[tuple[Row, int]]:
         """Compute all rows. Returns those that sample with their tokens, a stand-in for those that fail.
 
         A sequence that failed once stays failed while it is known: its KV is not to be trusted.
@@ -108,11 +113,8 @@ class CpuExecutor:
                 raise ValueError(
                     f"sequence {row.slot.seq_id} samples after token {row.end} of a log of {len(row.slot.token_ids)}"
                 )
-        logits = self._decoder.forward(flat_batch(rows), PagedAttention(self._pool, rows))
-        if not sampling:
-            return []
         draws = [SamplingRow(row.slot.params, row.slot.index, row.slot.num_output_tokens) for row in sampling]
-        token_ids, failed = sample(logits, draws)
+        token_ids, failed = self._path.compute(rows, draws, shared)
         self._not_finite.update(sampling[i].slot.seq_id for i in failed)
         return [
             (row, _STAND_IN if row.slot.seq_id in self._not_finite else token)
@@ -124,19 +126,6 @@ class CpuExecutor:
         if self._thread_id != threading.get_ident():
             self._thread_id = threading.get_ident()
             torch.set_num_threads(self._num_threads)
-
-
-def flat_batch(rows: Sequence[Row]) -> Batch:
-    """The rows' tokens one behind the other, and where the logits of those that sample will be."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    sample_at: list[int] = []
-    for row in rows:
-        token_ids += row.slot.token_ids[row.start : row.end]
-        positions += range(row.start, row.end)
-        if row.samples:
-            sample_at.append(len(token_ids) - 1)
-    return Batch(torch.tensor(token_ids), torch.tensor(positions), torch.tensor(sample_at, dtype=torch.int64))
 
 
 def _refuse_unsupported(config: EngineConfig) -> None:
@@ -165,10 +154,10 @@ def _num_blocks(config: EngineConfig, bytes_per_block: int) -> int:
     return num_blocks
 
 
-def _capacity(config: EngineConfig, model: ModelConfig, pool: KvPool, *, weights_bytes: int) -> Capacity:
+def _capacity(config: EngineConfig, model: ModelConfig, pool: KvPool, *, path: str, weights_bytes: int) -> Capacity:
     dtype = str(pool.blocks.dtype).removeprefix("torch.")
     return Capacity(
-        device=f"cpu ({dtype}, {config.compute_threads} threads)",
+        device=f"cpu ({dtype}, {path})",
         num_device_blocks=pool.blocks.shape[0],
         num_host_blocks=0,
         block_size=config.block_size,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...protocol.messages import BlockCopy
 from ..models.config import ModelConfig
+from .memory import huge_empty
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -27,9 +28,7 @@ class KvPool:
 
     def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self.block_size = block_size
-        self.blocks = torch.empty(
-            (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim), dtype=dtype
-        )
+        self.blocks = huge_empty((num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim), dtype)
         self.keys: list[Tensor] = [self.blocks[:, layer, 0] for layer in range(config.num_layers)]
         self.values: list[Tensor] = [self.blocks[:, layer, 1] for layer in range(config.num_layers)]
 

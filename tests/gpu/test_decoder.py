@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from repertory.gpu.cpu.attention import PagedAttention
-from repertory.gpu.cpu.executor import flat_batch
 from repertory.gpu.cpu.pool import KvPool
+from repertory.gpu.cpu.torch_path import flat_batch
 from repertory.gpu.models.config import load_model_config
 from repertory.gpu.models.decoder import Batch, Decoder
 from repertory.gpu.models.weights import load_weights

@@ -1,6 +1,7 @@
 """The cache's transactions: admission, look-ups between chunks, growth, entering, letting go."""
 
 import pytest
+
 from repertory.protocol.ids import BlockId, SequenceId
 from repertory.protocol.messages import BlockCopy
 from repertory.protocol.outputs import BlockCounts
@@ -209,10 +210,10 @@ def test_a_block_over_which_no_token_was_drawn_yet_is_not_copied():
 
 def test_a_block_that_a_row_of_this_step_fills_only_partly_is_waited_for():
     drive = Driver()
-    writer, reader = drive.start(range(9)), drive.start([0, 1, 2, 3, 4, 5, 60, 61, 62])
+    writer, reader = drive.start(range(9)), drive.start([*range(8), 60])
     drive.begin()
     drive.chunk(writer, 6)
-    assert drive.look_up(reader) == Advance(4, None, True)
+    assert drive.look_up(reader) == Advance(4, None, must_wait=True)
     drive.begin()
     assert drive.look_up(reader) == Advance(4, None, False), "nobody fills it in this step"
 
@@ -257,12 +258,29 @@ def test_a_row_that_goes_on_in_its_own_step_makes_nobody_wait_for_what_it_has_fi
     assert drive.look_up(other) == Advance(6, None, must_wait=False)
 
 
+@pytest.mark.parametrize("prompt", [[*range(7), 60, 61, 62], range(8), range(6)])
+def test_a_block_being_filled_that_can_only_be_copied_need_not_be_waited_for(prompt):
+    drive = Driver()
+    writer, reader = drive.start(range(9)), drive.start(prompt)
+    drive.begin()
+    drive.chunk(writer, 6)
+    assert drive.look_up(reader) == Advance(4, None, must_wait=False, may_wait=True)
+
+
 def test_a_stranger_does_not_wait_for_a_block_that_is_being_filled():
     drive = Driver()
     writer, stranger = drive.start(range(9)), drive.start([0, 1, 2, 3, 60, 61])
     drive.begin()
     drive.chunk(writer, 6)
     assert drive.look_up(stranger) == Advance(4, None, False)
+
+
+def test_a_row_does_not_wait_for_its_last_token_which_it_must_compute_anyway():
+    drive = Driver()
+    writer, twin = drive.start(range(9)), drive.start(range(5))
+    drive.begin()
+    drive.chunk(writer, 6)
+    assert drive.look_up(twin) == Advance(4, None, must_wait=False)
 
 
 def test_the_block_that_holds_the_last_tokens_of_a_log_is_not_waited_for():

@@ -1,6 +1,7 @@
 """The proof is worth something only if it fails: each invariant is broken by hand and must be reported."""
 
 import pytest
+
 from repertory.radix.node import Root
 from repertory.radix.pool import FREE, IN_TREE
 from repertory.tests.radix.drive import Driver

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
 from repertory.protocol.ids import SequenceId
 from repertory.radix.cache import KVCache
 from repertory.radix.pool import FREE, IN_TREE, PRIVATE, BlockPool
@@ -45,7 +46,9 @@ PROMPTS = st.lists(
     st.tuples(st.sampled_from("aaaab"), INDEX, st.sampled_from([99, 99, 9, 6, 4, 2]), st.lists(TOKENS, max_size=6), SPARE),
     max_size=2,
 )
-ROWS = st.lists(st.tuples(INDEX, st.sampled_from([99, 9, 5, 3, 2, 1]), st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
+ROWS = st.lists(
+    st.tuples(INDEX, st.sampled_from([99, 9, 5, 3, 2, 1]), st.integers(0, 5), st.booleans()), min_size=1, max_size=6
+)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -244,7 +247,7 @@ class CacheMachine(RuleBasedStateMachine):
         del self.seqs[seq_id], self.reserved[seq_id]
 
     @precondition(lambda self: self.naive.evictable())
-    @rule(count=st.integers(0, 9))
+    @rule(count=st.integers(1, 9))
     def evict_or_reset(self, count):
         """Rarely everything: an empty cache has little to say."""
         if count == 9:
@@ -297,20 +300,21 @@ class CacheMachine(RuleBasedStateMachine):
         self._looked_up(seq_id, seq, path, advance)
         assert self._available() >= room
         copied = advance.num_computed > computed
-        assert (*advance[2:], copied) in {self._verdict(kind, reach, computed, filled) for kind in kinds.values() or ["none"]}
+        whole = (depth + 1) * size
+        verdicts = {self._verdict(kind, reach, computed, filled, whole) for kind in kinds.values() or ["none"]}
+        assert (*advance[2:], copied) in verdicts
         if copied:
             self._check_copy(seq, advance, blocks, depth)
         seq.num_computed = advance.num_computed
         return advance
 
-    def _verdict(self, kind, reach, computed, filled):
+    def _verdict(self, kind, reach, computed, filled, whole):
         """Must wait, may wait, copies: what is right if the best partial match is of this kind."""
-        reach = reach if kind in ("pending", "proven") else 0
-        if filled > max(computed, reach):
+        if filled == whole > computed:
             return True, False, False
-        if reach <= computed:
-            return False, False, False
-        return False, kind == "pending", kind == "proven"
+        if kind == "proven" and reach > computed:
+            return False, False, True
+        return False, max(filled, reach if kind == "pending" else 0) > computed, False
 
     def _kind(self, prefix):
         if self.naive.blocks[prefix].entered == self.step_id:
@@ -345,7 +349,7 @@ class CacheMachine(RuleBasedStateMachine):
             return 0
         own = log[len(start) : len(start) + self.size]
         common = next((i for i, (a, b) in enumerate(zip(own, block, strict=False)) if a != b), min(len(own), len(block)))
-        return len(start) + common
+        return min(len(start) + common, len(log) - 1) if common else 0
 
     def _is_proven(self, prefix):
         """As the cache sees it, which may be later than could be known: a run is proven when its last block is."""

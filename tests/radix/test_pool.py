@@ -1,6 +1,7 @@
 """The pool: three hands, and no way from one to another that is not checked."""
 
 import pytest
+
 from repertory.radix.pool import FREE, IN_TREE, PRIVATE, BlockPool
 
 

@@ -1,6 +1,7 @@
 """The token log and the comparison of runs."""
 
 import pytest
+
 from repertory.radix.tokens import TokenLog, common_tokens
 
 EXTREMES = [0, 2**31 - 1, 1, 2**24, 255, 256, 0]

@@ -1,6 +1,7 @@
 """The tree alone: matching, locking, splitting, growing, evicting."""
 
 import pytest
+
 from repertory.radix.pool import FREE, BlockPool
 from repertory.radix.tokens import TokenLog
 from repertory.radix.tree import PrefixTree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from repertory.protocol.ids import RequestId
 
 from .world import World
@@ -29,7 +30,7 @@ def test_half_goes_to_the_first_prefill_and_half_to_the_shortest_other() -> None
     assert planned(world) == {long: 10, short: 10}
     assert planned(world) == {long: 10, short: 10}
     assert planned(world) == {long: 10, short: 10}
-    assert planned(world) == {short: 1, long: 10, medium: 9}
+    assert planned(world) == {short: 1, long: 9, medium: 10}, "19 are left beside the decode, and the odd one is the others'"
 
 
 def test_the_odd_token_goes_to_the_first_in_alternate_steps() -> None:
@@ -82,11 +83,11 @@ def test_one_prefill_a_step_and_one_token_a_step_still_let_all_of_them_on() -> N
 @pytest.mark.parametrize("budget", [1, 8, 64, 512])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_eight_decodes_get_a_token_in_every_step_while_a_long_prompt_is_computed(budget: int, in_flight: int) -> None:
-    world = World(blocks=1000, block_size=16, max_num_batched_tokens=budget, max_steps_in_flight=in_flight)
-    decodes = [world.submit(prompt(4, seed), max_tokens=None if budget == 1 else 5000) for seed in range(8)]
+    world = World(blocks=2500, block_size=16, max_num_batched_tokens=budget, max_steps_in_flight=in_flight)
+    decodes = [world.submit(prompt(4, seed), max_tokens=1000) for seed in range(8)]
     while any(request not in world.tokens for request in decodes):
         world.step()
-    long = world.submit(prompt(600 if budget == 1 else 4096, 99), max_tokens=1)
+    long = world.submit(prompt(4096 if budget > 8 else 600, 99), max_tokens=1)
     num_steps = 0
     while long not in world.ends:
         step = world.step()
@@ -100,7 +101,7 @@ def test_eight_decodes_get_a_token_in_every_step_while_a_long_prompt_is_computed
     assert world.tokens[long] == world.reference(long)
 
 
-@pytest.mark.parametrize(("budget", "most_steps"), [(64, 1), (16, 2), (2, 12), (1, 22)])
+@pytest.mark.parametrize(("budget", "most_steps"), [(64, 1), (16, 2), (2, 22), (1, 22)])
 @pytest.mark.parametrize("length", [640, 6400])
 def test_a_short_prompt_does_not_wait_for_the_long_one_before_it(budget: int, most_steps: int, length: int) -> None:
     world = World(blocks=2000, max_num_batched_tokens=budget, max_num_seqs=8)
@@ -114,13 +115,13 @@ def test_a_short_prompt_does_not_wait_for_the_long_one_before_it(budget: int, mo
         step = world.step()
         assert step is not None and decode in world.rows(step)
     assert short in world.tokens
-    assert long not in world.tokens or budget == 64 and length == 640
+    assert long not in world.tokens or (budget == 64 and length == 640)
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16])
 def test_a_flow_of_short_prompts_neither_waits_for_the_long_one_nor_starves_it(budget: int) -> None:
-    world = World(max_num_batched_tokens=budget, max_num_seqs=8)
-    decodes = [world.submit(prompt(1, seed), max_tokens=None) for seed in range(4)]  # more rows than a small budget
+    world = World(blocks=4000, max_num_batched_tokens=budget, max_num_seqs=8)
+    decodes = [world.submit(prompt(1, seed), max_tokens=1000) for seed in range(4)]  # more rows than a small budget
     while any(request not in world.tokens for request in decodes):
         world.step()
     long = world.submit(prompt(200, 99), max_tokens=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from repertory.protocol.ids import RequestId
 from repertory.protocol.messages import RunStep
 
@@ -40,6 +41,7 @@ class Run:
             block_size=block_size,
             vocab_size=VOCABULARY,
             max_model_len=pick([blocks * block_size, blocks * block_size // 2 + 2, 10**6]),
+            paced=pick([False, False, True]),
             max_steps_in_flight=pick([1, 2, 2]),
             max_num_batched_tokens=pick([1, 2, 7, 16, 64, 512]),
             max_num_seqs=pick([1, 2, 4, 16]),

@@ -1,0 +1,146 @@
+"""The device host: a process that owns the device. `python -m repertory.actors.device_host ENDPOINT`.
+
+It connects to the ZeroMQ endpoint it is given, is told what to open (`OpenDevice`), and then runs
+steps on its compute thread while its event loop sends heartbeats. It is never its own master:
+
+| what happens | what it does |
+| --- | --- |
+| its parent ends, in whatever way | standard input ends; it removes the endpoint's folder and is gone |
+| it is stopped (SIGSTOP) when that happens | the kernel sends SIGCONT at the parent's death, and the line above applies |
+| Ctrl-C in the parent's terminal | nothing: it has a session of its own and ignores SIGINT |
+| a step raises | it reports `StepFailed` and ends: its state is not to be trusted |
+| a frame that is no message | it is logged and dropped |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ..gpu.executor import Executor
+from ..protocol.config import EngineConfig
+from ..protocol.errors import problem_of
+from ..protocol.messages import DeviceOpened, Heartbeat, OpenDevice, OpeningFailed, RunStep, StepDone, StepFailed
+from .device import open_executor
+from .devices.codec import FromHost, decode_to_host, encode
+from .devices.compute import ComputeThread
+from .observing.logs import configure_logging, logger
+
+HEARTBEATS_PER_TIMEOUT = 5
+LONGEST_HEARTBEAT_S = 1.0
+PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T", OpenDevice, RunStep)
+OpenExecutor = Callable[[EngineConfig, Path], Executor]
+
+
+class DeviceHost:
+    """One device and its link. `serve` returns when a step has failed; the end of the parent ends the process."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, open_executor: OpenExecutor) -> None:
+        self._socket = socket
+        self._open_executor = open_executor
+        self._failed = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Open what the first message names, then run steps until one fails."""
+        opening = await self._receive(OpenDevice)
+        configure_logging(opening.config.log_format, opening.config.log_level)
+        compute = ComputeThread(
+            lambda: self._open_executor(opening.config, Path(opening.model_dir)), on_message=self._on_message
+        )
+        beats = asyncio.create_task(self._beat(opening))
+        try:
+            capacity = await compute.start()
+        except Exception as error:
+            await self._socket.send(encode(OpeningFailed(problem_of(error))))
+            return
+        await self._socket.send(encode(DeviceOpened(opening.epoch, capacity)))
+        steps = asyncio.create_task(self._take_steps(compute))
+        await self._failed.wait()
+        for task in (beats, steps):
+            task.cancel()
+
+    async def _take_steps(self, compute: ComputeThread) -> None:
+        while True:
+            compute.send(await self._receive(RunStep))
+
+    async def _receive(self, kind: type[T]) -> T:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = decode_to_host(frame)
+            except msgspec.DecodeError as error:
+                logger("device_host").warning("link.bad_message", reason=str(error), num_bytes=len(frame))
+                continue
+            if isinstance(message, kind):
+                return message
+
+    async def _beat(self, opening: OpenDevice) -> None:
+        period_s = min(LONGEST_HEARTBEAT_S, opening.config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT)
+        while True:
+            await self._socket.send(encode(Heartbeat(opening.epoch)))
+            await asyncio.sleep(period_s)
+
+    def _on_message(self, message: StepDone | StepFailed) -> None:
+        self._send(message)
+        if isinstance(message, StepFailed):
+            self._failed.set()
+
+    def _send(self, message: FromHost) -> None:
+        # Sent at once where the socket takes it, else queued in order by pyzmq.
+        self._socket.send(encode(message))
+
+
+def follow_parent(endpoint: str) -> None:
+    """End this process, and remove the endpoint's folder, when standard input ends: the parent holds its other end."""
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(1024):
+            pass
+        shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+        os._exit(0)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
+    threading.Thread(target=wait, name="repertory-parent", daemon=True).start()
+
+
+async def host(endpoint: str, open_executor: OpenExecutor) -> None:
+    """Serve one device over the link at `endpoint`."""
+    context = zmq.asyncio.Context()
+    with context.socket(zmq.PAIR) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(endpoint)
+        await DeviceHost(socket, open_executor).serve()
+    context.term()
+
+
+def main(open_executor: OpenExecutor = open_executor) -> int:
+    """Run a device host for the endpoint on the command line."""
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("ipc://"):
+        print("usage: python -m repertory.actors.device_host ipc://PATH (started by the engine)", file=sys.stderr)  # noqa: T201
+        return 2
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow_parent(sys.argv[1])
+    asyncio.run(host(sys.argv[1], open_executor))
+    return 0
+
+
+if __name__ == "__main__":
+    # Whatever the compute thread is doing: nothing of this process is worth waiting for any more.
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,94 @@
+"""Settings that must not change a single token, and a small selection in which every pair of values occurs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from repertory.protocol.config import EngineConfig
+
+from .reference import NUM_THREADS
+
+BUDGETS = (1, 7, 16, 512)
+BLOCK_SIZES = (4, 16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run. `small_pool`: so few KV blocks that running requests get into each other's way."""
+
+    budget: int
+    caching: bool
+    block_size: int
+    small_pool: bool
+    chunked: bool
+    alone: bool
+
+    def __str__(self) -> str:
+        parts = [
+            f"budget {self.budget}",
+            "cache" if self.caching else "no cache",
+            f"blocks of {self.block_size}",
+            "small pool" if self.small_pool else "ample pool",
+            "chunked" if self.chunked else "whole",
+            "alone" if self.alone else "together",
+        ]
+        return ", ".join(parts)
+
+    @property
+    def must_preempt(self) -> bool:
+        """Whether requests cannot all stay to their end."""
+        return self.small_pool and not self.alone
+
+    def num_blocks(self, lengths: Sequence[int], *, spare_tokens: int) -> int:
+        """The pool for sequences that grow to `lengths` tokens.
+
+        An ample one holds them all. A small one holds the longest, and `spare_tokens` beside it, where they run
+        together: enough for a second to begin, and not for both to end.
+        """
+        blocks = [-(-length // self.block_size) for length in lengths]
+        if not self.small_pool:
+            return sum(blocks)
+        return max(blocks) + (0 if self.alone else -(-spare_tokens // self.block_size))
+
+    def config(self, model_dir: Path, *, num_blocks: int) -> EngineConfig:
+        """The engine's configuration, in float32."""
+        return EngineConfig(
+            model=str(model_dir),
+            device="cpu",
+            dtype="float32",
+            num_threads=NUM_THREADS,
+            num_device_blocks=num_blocks,
+            block_size=self.block_size,
+            max_num_batched_tokens=self.budget,
+            max_num_seqs=1 if self.alone else 64,
+            enable_prefix_caching=self.caching,
+            enable_chunked_prefill=self.chunked,
+            log_level="warning",
+        )
+
+
+EVERY = [Setting(*values) for values in itertools.product(BUDGETS, (True, False), BLOCK_SIZES, *[(True, False)] * 3)]
+"""The full product."""
+
+COVERING = [
+    Setting(512, True, 16, small_pool=False, chunked=True, alone=False),
+    Setting(512, False, 4, small_pool=True, chunked=False, alone=True),
+    Setting(16, True, 4, small_pool=True, chunked=True, alone=False),
+    Setting(16, False, 16, small_pool=False, chunked=False, alone=True),
+    Setting(7, False, 16, small_pool=True, chunked=True, alone=False),
+    Setting(7, True, 4, small_pool=False, chunked=False, alone=True),
+    Setting(1, True, 16, small_pool=True, chunked=False, alone=False),
+    Setting(1, False, 4, small_pool=False, chunked=True, alone=True),
+    Setting(512, True, 4, small_pool=True, chunked=True, alone=False),
+    Setting(512, False, 16, small_pool=True, chunked=False, alone=False),
+    Setting(512, False, 4, small_pool=False, chunked=False, alone=False),
+]
+"""A selection. Eight of them cover every pair of values; the rest are more of what a server does."""
+
+
+def pairs(settings: Sequence[Setting]) -> set[tuple[tuple[str, int | bool], tuple[str, int | bool]]]:
+    """Every two values that meet in one of the settings."""
+    return {pair for setting in settings for pair in itertools.combinations(sorted(vars(setting).items()), 2)}

@@ -1,0 +1,118 @@
+"""In float32 the engine gives the tokens that transformers gives, whatever the settings.
+
+The settings decide what is computed when, with whom and in which block: batches, chunks, prefix hits, copied
+partial blocks, preemption and resumption. None of it may change a token. Each test also checks that its setting
+did what it is there for: a pool that is said to be small must have preempted somebody.
+
+    demo model, real prompts      a selection of settings that covers every pair of values; all of them when slow
+    tiny random model             all settings, with prompts that share prefixes of many lengths
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repertory.protocol.outputs import EngineStats
+
+from .conftest import NUM_TINY_TOKENS, NUM_TOKENS
+from .prompts import FEW
+from .reference import CAN_READ_GGUF, continuations, generated, load_demo_file
+from .running import Case, differences, run_waves
+from .settings import COVERING, EVERY, Setting, pairs
+
+CLEAR_GAP = 1e-3
+"""A float32 logit differs by less than a tenth of this between two ways to compute it."""
+
+NUM_TOKENS_OF_FEW = 12
+
+
+def is_cheap(setting: Setting) -> bool:
+    """Whether all prompts are run: where a step takes few tokens, or one request, only a few are."""
+    return setting.budget >= 16 and not setting.alone
+
+
+def assert_setting_took_effect(setting: Setting, stats: EngineStats) -> None:
+    assert (sum(stats.num_preemptions.values()) > 0) == setting.must_preempt, f"preemptions: {stats.num_preemptions}"
+    if not setting.caching:
+        assert stats.prefix_cache_hits == 0
+    elif not setting.small_pool:
+        assert stats.prefix_cache_hits > 0
+
+
+async def assert_real_prompts_equal(model_dir: Path, cases: Sequence[Case], setting: Setting) -> None:
+    cases, max_tokens, spare = (cases, NUM_TOKENS, 96) if is_cheap(setting) else (cases[: len(FEW)], NUM_TOKENS_OF_FEW, 16)
+    num_blocks = setting.num_blocks([case.length(max_tokens) for case in cases], spare_tokens=spare)
+    [outputs], stats = await run_waves(setting.config(model_dir, num_blocks=num_blocks), [cases], max_tokens)
+    assert differences(cases, outputs, max_tokens) == []
+    assert_setting_took_effect(setting, stats)
+
+
+def test_the_selection_of_settings_covers_every_pair_of_values() -> None:
+    assert pairs(COVERING) == pairs(EVERY)
+
+
+def test_the_reference_decides_every_token_clearly(real_cases: list[Case], tiny_cases: list[Case]) -> None:
+    for case in real_cases + tiny_cases:
+        assert min(case.reference.gaps) > CLEAR_GAP, f"{case.name}: a tie would make its comparison a matter of rounding"
+    assert all(len(set(case.reference.token_ids)) > 8 for case in real_cases + tiny_cases), "a repeated token tests little"
+    assert any(len(case.expected(NUM_TOKENS)) < NUM_TOKENS for case in real_cases)
+
+
+def test_the_reference_is_what_generate_gives_for_each_prompt_alone(reference_model: Any, real_cases: list[Case]) -> None:
+    for case in real_cases[: len(FEW)]:
+        assert generated(reference_model, [case.reference.prompt_ids], NUM_TOKENS) == [case.reference.token_ids]
+
+
+@pytest.mark.parametrize("setting", COVERING, ids=str)
+async def test_tokens_of_real_prompts_equal_those_of_transformers(
+    demo_model: Path, real_cases: list[Case], setting: Setting
+) -> None:
+    await assert_real_prompts_equal(demo_model, real_cases, setting)
+
+
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+async def test_tokens_of_a_tiny_model_equal_those_of_transformers_under_every_setting(
+    tiny_model: Path, tiny_cases: list[Case], setting: Setting
+) -> None:
+    lengths = [case.length(NUM_TINY_TOKENS) for case in tiny_cases]
+    config = setting.config(tiny_model, num_blocks=setting.num_blocks(lengths, spare_tokens=32))
+    waves = [tiny_cases, tiny_cases[:4]]  # the second finds what the first left in the cache
+    outputs, stats = await run_waves(config, waves, NUM_TINY_TOKENS)
+    for cases, found in zip(waves, outputs, strict=True):
+        assert differences(cases, found, NUM_TINY_TOKENS) == []
+    assert_setting_took_effect(setting, stats)
+
+
+async def test_a_wrong_token_is_noticed_and_said(tiny_model: Path, tiny_cases: list[Case]) -> None:
+    config = EVERY[0].config(tiny_model, num_blocks=64)
+    [[output]], _ = await run_waves(config, [tiny_cases[:1]], NUM_TINY_TOKENS)
+    output.outputs[0].token_ids[5] += 1
+    [found] = differences(tiny_cases[:1], [output], NUM_TINY_TOKENS)
+    assert "tiny 0: from token 5 on" in found
+    assert f"{tiny_cases[0].reference.gaps[5]:.2e}" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+async def test_tokens_of_real_prompts_equal_those_of_transformers_under_every_setting(
+    demo_model: Path, real_cases: list[Case], setting: Setting
+) -> None:
+    await assert_real_prompts_equal(demo_model, real_cases, setting)
+
+
+@pytest.mark.slow
+def test_generate_gives_the_reference_for_every_prompt_alone(reference_model: Any, real_cases: list[Case]) -> None:
+    for case in real_cases:
+        assert generated(reference_model, [case.reference.prompt_ids], NUM_TOKENS) == [case.reference.token_ids], case.name
+
+
+@pytest.mark.slow
+def test_the_dequantized_file_gives_the_same_reference(real_cases: list[Case]) -> None:
+    if not CAN_READ_GGUF:
+        pytest.skip("transformers reads GGUF only beside accelerate")
+    prompts = [case.reference.prompt_ids for case in real_cases]
+    assert continuations(load_demo_file(), prompts, NUM_TOKENS) == [case.reference for case in real_cases]

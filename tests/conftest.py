@@ -1,0 +1,60 @@
+"""What tests of the whole engine share: model directories, and engines that are closed and looked through at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import structlog
+from structlog.testing import LogCapture
+
+from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
+from repertory.tests.engine.stage import Stage
+from repertory.tests.tiny_model import make_tiny_model
+
+OpenStage = Callable[..., Awaitable[Stage]]
+
+
+@pytest.fixture(scope="session")
+def paper_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's configuration and tokenizer, without weights: for devices that compute nothing."""
+    return make_tiny_model(tmp_path_factory.mktemp("paper"), weights=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), layers=2)
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[dict]]:
+    """Every line logged in the test, as its fields. Each must be an event of the list, with fields that the list knows."""
+    capture = LogCapture()
+    structlog.reset_defaults()
+    structlog.configure(processors=[capture])
+    yield capture.entries
+    structlog.reset_defaults()
+    for line in capture.entries:
+        assert line["event"] in EVENTS, line
+        unknown = set(line) - set(EVENTS[line["event"]].fields) - COMMON_FIELDS - {"event", "log_level"}
+        assert not unknown, f"{line['event']} has fields that its list does not know: {unknown}"
+
+
+@pytest.fixture
+async def stage(paper_model: Path, log_lines: list[dict]) -> AsyncIterator[OpenStage]:
+    """Opens engines on simulated devices: `stage(block_size=4, num_device_blocks=16, ...)`; see `Stage.open`."""
+    before = threading.active_count()
+    async with AsyncExitStack() as stack:
+
+        async def open_stage(**settings: object) -> Stage:
+            found = await Stage.open(**{"model": str(paper_model), **settings})
+            stack.push_async_callback(found.close)
+            return found
+
+        yield open_stage
+    computing = [thread for thread in threading.enumerate() if thread.name == "repertory-compute"]
+    assert not computing, f"{len(computing)} device threads left of {threading.active_count()} threads, {before} at first"

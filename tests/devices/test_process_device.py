@@ -1,0 +1,178 @@
+"""The device in a process of its own: it opens, computes, dies in every way, and leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from repertory.actors.devices.process import ProcessDevice
+from repertory.protocol.config import EngineConfig
+from repertory.protocol.errors import EngineDeadError, ModelLoadError
+from repertory.protocol.ids import BlockId, Epoch, SequenceId, StepId
+from repertory.protocol.messages import Fences, NewRow, RunStep, StepDone
+from repertory.protocol.sampling import SamplingParams
+from repertory.tests.tiny_model import make_tiny_model
+
+EPOCH = Epoch(3)
+PARAMS = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", weights=False)
+
+
+def config_for(model_dir: Path, **settings: object) -> EngineConfig:
+    return EngineConfig(model=str(model_dir), device="simulated", num_device_blocks=16, **settings)  # type: ignore[arg-type]
+
+
+def step(number: int, *, start: int, count: int, admitted: bool = False) -> RunStep:
+    one = SequenceId(1)
+    return RunStep(
+        EPOCH,
+        StepId(number),
+        Fences(StepId(number - 1)),
+        [one],
+        [start],
+        [count],
+        [1],
+        admitted=[NewRow(one, [5, 6, 7], 3, PARAMS, [BlockId(0)])] if admitted else [],
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - a fact about another process
+            await asyncio.sleep(0.005)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_it_opens_runs_steps_in_order_and_closes_without_a_trace(model_dir: Path) -> None:
+    answers: list[StepDone] = []
+    device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=answers.append)
+    capacity = await device.open()
+    pid, folder = device.pid, device.folder
+    assert capacity.num_device_blocks == 16
+    assert pid is not None
+    assert folder is not None
+    assert oct(Path(folder).stat().st_mode)[-3:] == "700"
+    device.send(step(1, start=0, count=3, admitted=True), None)
+    device.send(step(2, start=3, count=1), None)
+    await until(lambda: len(answers) == 2)
+    assert [answer.step_id for answer in answers] == [1, 2]
+    assert answers[-1].num_sequences == 1
+    await device.aclose()
+    await device.aclose()
+    assert is_gone(pid)
+    assert not Path(folder).exists()
+
+
+async def test_a_model_that_cannot_be_loaded_is_reported_in_the_childs_words(tmp_path: Path) -> None:
+    device = ProcessDevice(EPOCH, config_for(tmp_path), tmp_path, on_step_done=lambda done: None)
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        await device.open()
+    await device.aclose()
+
+
+async def test_a_host_that_ends_while_it_starts_is_quoted(model_dir: Path) -> None:
+    command = (sys.executable, "-c", "import sys; sys.exit('no accelerator today')")
+    device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=lambda done: None, command=command)
+    with pytest.raises(EngineDeadError, match=r"status 1\nno accelerator today"):
+        await device.open()
+    await device.aclose()
+
+
+async def test_a_killed_host_is_noticed_within_two_seconds(model_dir: Path) -> None:
+    device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=lambda done: None)
+    await device.open()
+    started = time.monotonic()
+    assert device.pid is not None
+    os.kill(device.pid, signal.SIGKILL)
+    assert "SIGKILL" in await device.lost()
+    assert time.monotonic() - started < 2.0
+    await device.aclose()
+
+
+async def test_a_stopped_host_is_noticed_by_its_silence_and_ended_by_force(model_dir: Path) -> None:
+    config = config_for(model_dir, heartbeat_timeout_s=0.5)
+    device = ProcessDevice(EPOCH, config, model_dir, on_step_done=lambda done: None)
+    await device.open()
+    pid = device.pid
+    assert pid is not None
+    started = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    assert "silent" in await device.lost()
+    assert time.monotonic() - started < 0.5 + 2.0
+    await device.aclose()
+    assert is_gone(pid)
+
+
+async def test_a_step_that_raises_ends_the_host(model_dir: Path) -> None:
+    device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=lambda done: None)
+    await device.open()
+    device.send(step(1, start=0, count=3), None)  # a sequence the device was never told of
+    assert "step 1 failed" in await device.lost()
+    await device.aclose()
+
+
+async def test_a_blocked_loop_of_ours_does_not_make_the_host_dead(model_dir: Path) -> None:
+    device = ProcessDevice(EPOCH, config_for(model_dir, heartbeat_timeout_s=0.3), model_dir, on_step_done=lambda done: None)
+    await device.open()
+    lost = asyncio.create_task(device.lost())
+    time.sleep(1.5)  # noqa: ASYNC251 - the fault under test
+    await asyncio.sleep(0.5)
+    assert not lost.done()
+    lost.cancel()
+    await device.aclose()
+
+
+async def test_bytes_that_are_no_message_are_dropped_on_either_side(model_dir: Path) -> None:
+    answers: list[StepDone] = []
+    device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=answers.append)
+    await device.open()
+    for frame in (b"", b"\xc1", b"cos\nsystem\n(S'true'\ntR.", b"\x92\xa7RunStep\x01", os.urandom(200)):
+        await device.post_frame(frame)
+    device.send(step(1, start=0, count=3, admitted=True), None)
+    await until(lambda: len(answers) == 1)
+    await device.aclose()
+
+
+async def test_the_host_does_not_outlive_a_parent_that_is_killed(model_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, sys, pathlib\n"
+        "from repertory.actors.devices.process import ProcessDevice\n"
+        "from repertory.protocol.config import EngineConfig\n"
+        "async def main():\n"
+        "    model = pathlib.Path(sys.argv[1])\n"
+        "    config = EngineConfig(model=str(model), device='simulated', num_device_blocks=16)\n"
+        "    device = ProcessDevice(1, config, model, on_step_done=print)\n"
+        "    await device.open()\n"
+        "    print(device.pid, device.folder, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    for stopped in (False, True):
+        parent = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), str(model_dir), stdout=asyncio.subprocess.PIPE
+        )
+        assert parent.stdout is not None
+        pid_text, folder = (await parent.stdout.readline()).decode().split()
+        if stopped:
+            os.kill(int(pid_text), signal.SIGSTOP)
+        parent.kill()
+        await parent.wait()
+        await until(lambda pid=int(pid_text): is_gone(pid))  # type: ignore[misc]
+        assert not Path(folder).exists()
