@@ -7,9 +7,12 @@
         +---------- Detokenizer <------------+
           TextOut        | Abort(stop) --> Scheduler
 
-All of them share the application's event loop; only the device has a thread of its own. No circle
-of waiting: the frontend never waits, the detokenizer waits only for the frontend, the scheduler
-only for the detokenizer, the tokenizer for both.
+All of them share the application's event loop; the device has a process of its own, or a thread.
+No circle of waiting: the frontend never waits, the detokenizer waits only for the frontend, the
+scheduler only for the detokenizer, the tokenizer for both.
+
+A Tokenizer or Detokenizer that crashes is started again and asks for what it lost; a device that
+dies is replaced by its keeper. A crash of the scheduler or the dispatcher ends the engine.
 """
 
 from __future__ import annotations
@@ -19,25 +22,22 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from ..gpu.executor import Executor
 from ..gpu.models.config import load_model_config
+from ..protocol.capacity import Capacity
 from ..protocol.config import EngineConfig
-from ..protocol.ids import Epoch
 from ..protocol.messages import Abort, Refused, Submit, TextOut, Tokenized, TokensSampled
 from .detokenizer import Detokenizer
-from .device import DeviceOpener
+from .devices.keeper import DeviceKeeper
 from .frontends.dispatcher import Dispatcher
 from .loop_lag import watch_loop
 from .mailbox import Mailbox
 from .resolving import Resolver
 from .scheduler import Scheduler, SchedulerInbox
 from .scheduling.core import SchedulerCore
-from .text.detokenizer_core import DetokenizerCore
+from .supervising import supervised
 from .text.prompts import PromptReader
 from .tokenizer import Tokenizer
-from .worker import InlineWorker
 
-FIRST_EPOCH = Epoch(1)
 SETTLE_POLL_S = 0.002
 SPARE_ROOM = 256
 """Inbox room beyond one message for every request there can be."""
@@ -46,12 +46,12 @@ SPARE_ROOM = 256
 class Company:
     """Every actor of one engine, made and joined. `open` makes it; `run` keeps it going until cancelled."""
 
-    def __init__(self, worker: InlineWorker, executor: Executor, resolver: Resolver, config: EngineConfig) -> None:
+    def __init__(self, keeper: DeviceKeeper, capacity: Capacity, resolver: Resolver, config: EngineConfig) -> None:
         # What can fail comes first: nothing has to be closed then.
-        core = SchedulerCore(config, executor.capacity, epoch=FIRST_EPOCH)
-        texts_core = DetokenizerCore(resolver.reader.tokenizer)
+        core = SchedulerCore(config, capacity, epoch=keeper.epoch)
         bound = config.max_num_queued + config.running_limit + SPARE_ROOM
-        self.executor = executor
+        self.keeper = keeper
+        self.capacity = capacity
         self.resolver = resolver
         self.submissions: Mailbox[Submit | Abort] = Mailbox("tokenizer", bound)
         scheduler_inbox: Mailbox[SchedulerInbox] = Mailbox("scheduler", bound)
@@ -64,28 +64,29 @@ class Company:
         self.scheduler = Scheduler(
             core,
             inbox=scheduler_inbox,
-            worker=worker.send,
+            worker=keeper.send,
             detokenizer=samples,
         )
-        self.detokenizer = Detokenizer(texts_core, inbox=samples, frontend=texts, scheduler=scheduler_inbox)
+        self.detokenizer = Detokenizer(resolver.reader.tokenizer, inbox=samples, frontend=texts, scheduler=scheduler_inbox)
         self._is_closed = False
         self._mailboxes = (self.submissions, scheduler_inbox, samples, texts)
-        worker.report_to(scheduler_inbox)
+        keeper.report_to(scheduler_inbox.post_nowait)
 
     @classmethod
-    async def open(cls, config: EngineConfig, model_dir: Path, worker: InlineWorker, *, open_device: DeviceOpener) -> Company:
+    async def open(cls, config: EngineConfig, model_dir: Path, keeper: DeviceKeeper) -> Company:
         """Open the device, then read the tokenizer for its sizes. Raises `ConfigError` or `ModelLoadError`."""
-        executor = await worker.start(lambda: open_device(config, model_dir))
-        resolver = await anyio.to_thread.run_sync(_resolver, config, model_dir, executor)
-        return cls(worker, executor, resolver, config)
+        capacity = await keeper.open()
+        resolver = await anyio.to_thread.run_sync(_resolver, config, model_dir, capacity)
+        return cls(keeper, capacity, resolver, config)
 
     async def run(self) -> None:
         """Run every actor until cancelled. An exception that escapes one ends them all and is raised."""
         async with anyio.create_task_group() as actors:
             actors.start_soon(self.dispatcher.run)
-            actors.start_soon(self.detokenizer.run)
+            actors.start_soon(supervised, "detokenizer", self.detokenizer)
             actors.start_soon(self.scheduler.run)
-            actors.start_soon(self.tokenizer.run)
+            actors.start_soon(supervised, "tokenizer", self.tokenizer)
+            actors.start_soon(self.keeper.run)
             actors.start_soon(watch_loop)
 
     def close(self) -> None:
@@ -96,10 +97,10 @@ class Company:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is anywhere, and the device has been told."""
+        """Whether no request is anywhere, and everybody has been told."""
         core = self.scheduler.core
-        queued = sum(len(mailbox) for mailbox in self._mailboxes)
-        return not (core.num_live or core.num_in_flight or self.tokenizer.num_reading or len(self.dispatcher) or queued)
+        busy = core.num_live, core.num_in_flight, len(core.histories), self.tokenizer.num_reading, len(self.dispatcher)
+        return not any(busy) and not any(len(mailbox) for mailbox in self._mailboxes)
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until the company is idle; False when it closed before, or `timeout_s` seconds were not enough."""
@@ -110,19 +111,23 @@ class Company:
 
     def audit(self) -> list[str]:
         """Everything that does not add up over all actors. Tables must be empty once nothing is live."""
-        found = self.scheduler.core.audit()
-        if self.is_idle:
+        core = self.scheduler.core
+        found = core.audit()
+        if not core.num_live:
             tables = {
                 "detokenizer": len(self.detokenizer.core),
-                "worker": self.executor.num_sequences,
-                "blocks referenced": self.scheduler.core.stats().device_blocks.referenced,
+                "detokenizer's account": len(self.detokenizer.told),
+                "tokenizer": self.tokenizer.num_reading,
+                "frontend": len(self.dispatcher),
+                "histories": len(core.histories),
+                "worker": self.keeper.num_sequences,
+                "blocks referenced": core.stats().device_blocks.referenced,
             }
             found += [f"{name}: {count} left although no request is live" for name, count in tables.items() if count]
         return found
 
 
-def _resolver(config: EngineConfig, model_dir: Path, executor: Executor) -> Resolver:
-    capacity = executor.capacity
+def _resolver(config: EngineConfig, model_dir: Path, capacity: Capacity) -> Resolver:
     reader = PromptReader(
         model_dir,
         chat_template=config.chat_template,

@@ -1,47 +1,124 @@
-"""The Detokenizer: sampled tokens to text, and the one place a request's terminal comes from."""
+"""The Detokenizer: sampled tokens to text, and the one place a request's terminal comes from.
+
+Its core can be made anew at any moment. `told` is the account that survives a crash: for every open
+request, how much of its text and tokens has been handed over. The new core gets each request's tokens
+again from the scheduler (`Resend`) and keeps to itself what has been handed over already.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import NamedTuple
 
-from ..protocol.messages import Abort, Refused, TextOut, Tokenized, TokensSampled
+import msgspec
+from tokenizers import Tokenizer as TextTokenizer
+
+from ..protocol.errors import Problem
+from ..protocol.ids import RequestId
+from ..protocol.messages import Closed, Refused, Resend, TextDelta, TextOut, Tokenized, TokensSampled
 from .mailbox import Mailbox
+from .scheduler import SchedulerInbox
 from .text.detokenizer_core import DetokenizerCore
+
+RETRY_S = 0.01
+
+
+class Told(NamedTuple):
+    """What the frontend has been told of a request."""
+
+    num_characters: int
+    num_tokens: int
+
+
+NOTHING = Told(0, 0)
 
 
 class Detokenizer:
-    """Receives `TokensSampled` and `Refused`; sends `TextOut` to the frontend, `Abort(stop)` to the scheduler."""
+    """Receives `TokensSampled` and `Refused`; sends `TextOut` to the frontend, `Abort`, `Closed`, `Resend` to the scheduler."""
 
     def __init__(
         self,
-        core: DetokenizerCore,
+        tokenizer: TextTokenizer,
         *,
         inbox: Mailbox[TokensSampled | Refused],
         frontend: Mailbox[TextOut | Tokenized],
-        scheduler: Mailbox[Any],
+        scheduler: Mailbox[SchedulerInbox],
     ) -> None:
-        self.core = core
         self.inbox = inbox
+        self.core = DetokenizerCore(tokenizer)
+        self.told: dict[RequestId, Told] = {}
+        self._tokenizer = tokenizer
         self._frontend = frontend
         self._scheduler = scheduler
-        # The scheduler may be waiting for room in our inbox: never wait for room in its. At most one a request.
-        self._unsent: deque[Abort] = deque()
+        self._batch: deque[TokensSampled | Refused] = deque()
+        self._replayed: dict[RequestId, Told] = {}
+        # The scheduler may be waiting for room in our inbox: never wait for room in its. A few a request at most.
+        self._unsent: deque[SchedulerInbox] = deque()
 
     async def run(self) -> None:
         """Serve until cancelled."""
         while True:
-            timeout_s = 0.01 if self._unsent else float("inf")
-            for message in await self.inbox.take(timeout_s=timeout_s):
-                if isinstance(message, TokensSampled):
-                    deltas, aborts = self.core.on_tokens(message)
-                    self._unsent.extend(aborts)
-                    # One that ends before its first token never opened. For all others this is no news.
-                    for end in message.ended:
-                        deltas += self.core.on_refused(Refused(end.request_id, end.problem))
-                else:
-                    deltas = self.core.on_refused(message)
-                if deltas:
-                    await self._frontend.post(TextOut(deltas))
+            if not self._batch:
+                self._batch.extend(await self.inbox.take(timeout_s=RETRY_S if self._unsent else float("inf")))
+            while self._batch:
+                # Still in the batch while it is handled: a crash is known to be this message's.
+                await self._handle(self._batch[0])
+                self._batch.popleft()
             while self._unsent and self._scheduler.post_nowait(self._unsent[0]):
                 self._unsent.popleft()
+
+    async def recover(self) -> None:
+        """A new core. Whatever was open is asked for again; the message that was at hand is not handled twice."""
+        culprit = self._batch.popleft() if self._batch else None
+        self.core = DetokenizerCore(self._tokenizer, closed=self.core.closed, awaited=self.told)
+        self._replayed = dict(self.told)
+        self._unsent.extend(Resend(request_id) for request_id in self.told)
+        for request_id in _unopened(culprit):
+            if request_id not in self.told:
+                problem = Problem("RequestFailedError", "the detokenizer failed at this request's end")
+                await self._hand_over([TextDelta(request_id, "", [], "error", problem.message, problem)])
+
+    async def _handle(self, message: TokensSampled | Refused) -> None:
+        if isinstance(message, TokensSampled):
+            for opening in message.opened:
+                self.told.setdefault(opening.request_id, NOTHING)
+            deltas, aborts = self.core.on_tokens(message)
+            self._unsent.extend(aborts)
+        else:
+            deltas = self.core.on_refused(message)
+        await self._hand_over(deltas)
+
+    async def _hand_over(self, deltas: list[TextDelta]) -> None:
+        if self._replayed:
+            deltas = [self._unheard(delta) for delta in deltas]
+        if not deltas:
+            return
+        closed = []
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                closed.append(delta.request_id)
+                self.told.pop(delta.request_id, None)
+            else:
+                before = self.told[delta.request_id]
+                self.told[delta.request_id] = Told(
+                    before.num_characters + len(delta.text), before.num_tokens + len(delta.token_ids)
+                )
+        await self._frontend.post(TextOut(deltas))
+        if closed:
+            self._unsent.append(Closed(closed))
+
+    def _unheard(self, delta: TextDelta) -> TextDelta:
+        """A replayed delta without what was handed over before the crash."""
+        heard = self._replayed.pop(delta.request_id, None)
+        if heard is None:
+            return delta
+        return msgspec.structs.replace(
+            delta, text=delta.text[heard.num_characters :], token_ids=delta.token_ids[heard.num_tokens :]
+        )
+
+
+def _unopened(message: TokensSampled | Refused | None) -> list[RequestId]:
+    """Requests that end with this message and may never have opened: nobody will say it again."""
+    if message is None:
+        return []
+    return [message.request_id] if isinstance(message, Refused) else [end.request_id for end in message.ended]

@@ -17,8 +17,6 @@ def check_buildable(config: EngineConfig) -> None:
     """Refuse, by name and before any heavy import, settings this version does not implement."""
     if config.is_cuda:
         raise ConfigError("device: cuda is not supported by this version (auto, cpu and simulated are)", key="device")
-    if config.worker == "process":
-        raise ConfigError("worker: process is not supported by this version (inline is)", key="worker")
     if config.preemption_mode in ("swap", "heuristic"):
         raise ConfigError(
             f"preemption_mode: {config.preemption_mode} is not supported by this version (auto and recompute are)",

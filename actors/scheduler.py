@@ -7,29 +7,41 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..protocol.errors import EngineDeadError
 from ..protocol.ids import show_request_id
-from ..protocol.messages import Abort, Admit, Message, Refused, RunStep, StepDone, StepFailed, TokensSampled
+from ..protocol.messages import (
+    Abort,
+    Admit,
+    Closed,
+    Credit,
+    DeviceLost,
+    DeviceReady,
+    Message,
+    Refused,
+    Resend,
+    RunStep,
+    StepDone,
+    TokensSampled,
+)
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .scheduling.core import SchedulerCore
-from .scheduling.reports import Finished, Preempted, Report
+from .scheduling.reports import Finished, Paused, Preempted, Report
 
-SchedulerInbox = Admit | Abort | StepDone | StepFailed
+SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | DeviceLost | DeviceReady
+
+SendStep = Callable[[RunStep, float | None], None]
+"""Takes a step and how long it should take."""
 
 
 class Scheduler:
-    """Receives `Admit`, `Abort`, `StepDone`; sends `RunStep` to the worker, `TokensSampled` and `Refused` on.
-
-    Raises `EngineDeadError` out of `run` when a step failed as a whole.
-    """
+    """Receives what comes from every side; sends `RunStep` to the worker, `TokensSampled` and `Refused` to the detokenizer."""
 
     def __init__(
         self,
         core: SchedulerCore,
         *,
         inbox: Mailbox[SchedulerInbox],
-        worker: Callable[[RunStep], None],
+        worker: SendStep,
         detokenizer: Mailbox[TokensSampled | Refused],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,16 +59,21 @@ class Scheduler:
             now = self._clock()
             for message in batch:
                 self._handle(message, now)
-            self.send_steps(now)
+            self.send_steps()
             for output in self.core.take_outputs(now):
                 await self._send_on(output)
             for report in self.core.take_reports():
                 self._write_down(report)
 
-    def send_steps(self, now: float) -> None:
+    def send_steps(self) -> None:
         """Plan as many steps as may be in flight and hand them to the worker."""
-        while (step := self.core.plan(now)) is not None:
-            self._worker(step)
+        while True:
+            began = self._clock()
+            step = self.core.plan(began)
+            if step is None:
+                return
+            self._worker(step, self.core.predicted_s(step))
+            self.core.pacer.on_planned(self._clock() - began)
             self._log.debug(
                 "scheduler.step",
                 step_id=step.step_id,
@@ -80,8 +97,16 @@ class Scheduler:
                 self.core.on_admit(message, now)
             case Abort():
                 self.core.on_abort(message, now)
-            case StepFailed():
-                raise EngineDeadError(f"step {message.step_id} failed on the device: {message.problem.message}")
+            case Credit():
+                self.core.on_credit(message)
+            case Closed():
+                self.core.on_closed(message)
+            case Resend():
+                self.core.on_resend(message, now)
+            case DeviceLost():
+                self.core.on_device_lost(message, now)
+            case DeviceReady():
+                self.core.on_device_ready(message)
 
     async def _send_on(self, output: Message) -> None:
         assert isinstance(output, TokensSampled | Refused)
@@ -100,6 +125,8 @@ class Scheduler:
         match report:
             case Preempted():
                 self._log.info("scheduler.preempted", **fields)
+            case Paused():
+                self._log.info("scheduler.paused", **fields)
             case Finished():
                 problem = fields.pop("problem")
                 if problem is not None:

@@ -6,6 +6,7 @@ takes the other thread and holds nobody up.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import anyio
@@ -41,7 +42,8 @@ class Tokenizer:
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self._frontend = frontend
-        self._reading: set[RequestId] = set()
+        self._reading: dict[RequestId, Submit] = {}
+        self._batch: deque[Submit | Abort] = deque()
         self._log = logger("tokenizer")
         self._short = anyio.CapacityLimiter(1)
         self._long = anyio.CapacityLimiter(1)
@@ -54,18 +56,26 @@ class Tokenizer:
     async def run(self) -> None:
         """Serve until cancelled."""
         async with anyio.create_task_group() as readers:
+            for submit in list(self._reading.values()):
+                readers.start_soon(self._read, submit)  # what a crash interrupted
             while True:
-                for message in await self.inbox.take():
+                if not self._batch:
+                    self._batch.extend(await self.inbox.take())
+                while self._batch:
+                    message = self._batch.popleft()
                     if isinstance(message, Submit):
-                        self._reading.add(message.request_id)
+                        self._reading[message.request_id] = message
                         readers.start_soon(self._read, message)
                     else:
                         await self.on_abort(message)
 
+    async def recover(self) -> None:
+        """Nothing to make anew: what was being read is kept, and read again by the next `run`."""
+
     async def on_abort(self, message: Abort) -> None:
         """End the request here if it is still being read; else it is the scheduler's to end."""
         if message.request_id in self._reading:
-            self._reading.discard(message.request_id)
+            del self._reading[message.request_id]
             await self._detokenizer.post(Refused(message.request_id))
         else:
             await self._scheduler.post(message)
@@ -81,7 +91,7 @@ class Tokenizer:
             await self._frontend.post(tokenized)
         if submit.request_id in self._reading:
             # From here on an `Abort` follows the `Admit` through the same box, so it cannot come before it.
-            self._reading.discard(submit.request_id)
+            del self._reading[submit.request_id]
             await self._scheduler.post(admit)
 
     def _resolve(self, submit: Submit) -> tuple[Tokenized, Admit]:
@@ -93,7 +103,7 @@ class Tokenizer:
     async def _refuse(self, submit: Submit, error: Exception) -> None:
         if submit.request_id not in self._reading:
             return
-        self._reading.discard(submit.request_id)
+        del self._reading[submit.request_id]
         request_id = show_request_id(submit.request_id)
         if isinstance(error, RequestError):
             field = getattr(error, "field", None)

@@ -125,10 +125,10 @@ def generate(
         raise ValidationError("--system needs chat messages: it cannot be used with --raw", field="system")
     job = Job(prompts=read_prompts(prompts, file), sampling=sampling, chat=chat, system=system, as_json=as_json)
     configure_logging(settings.log_format, settings.log_level)
-    return anyio.run(partial(run, job, settings, factory=_open_engine))
+    return anyio.run(partial(run, job, settings, factory=open_engine))
 
 
-def _open_engine(config: EngineConfig) -> AbstractAsyncContextManager[TextEngine]:
+def open_engine(config: EngineConfig) -> AbstractAsyncContextManager[TextEngine]:
     from ..frontends.engine import Engine  # brings the model's libraries with it
 
     return Engine(config)

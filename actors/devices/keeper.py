@@ -18,7 +18,6 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDeadError
 from ...protocol.ids import Epoch
 from ...protocol.messages import DeviceLost, DeviceReady, RunStep, StepDone
-from ..mailbox import Mailbox
 from ..observing.logs import logger
 from .budget import RestartBudget
 from .device import Device, MakeDevice
@@ -26,6 +25,8 @@ from .device import Device, MakeDevice
 RETRY_S = 0.001
 
 ToScheduler = StepDone | DeviceLost | DeviceReady
+Post = Callable[[ToScheduler], bool]
+"""Puts a message into the scheduler's inbox; False when that is full."""
 
 
 class DeviceKeeper:
@@ -39,7 +40,7 @@ class DeviceKeeper:
         self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
         self._clock = clock
         self._log = logger("worker")
-        self._inbox: Mailbox[ToScheduler] | None = None
+        self._post: Post | None = None
         self._undelivered: deque[ToScheduler] = deque()
         self._device: Device | None = None
         self.epoch = Epoch(0)
@@ -50,9 +51,9 @@ class DeviceKeeper:
         """Open the first device. Raises what kept it from opening."""
         return await self._begin()
 
-    def report_to(self, inbox: Mailbox[ToScheduler]) -> None:
+    def report_to(self, post: Post) -> None:
         """Where the device's answers and fate go."""
-        self._inbox = inbox
+        self._post = post
 
     def send(self, step: RunStep, predicted_s: float | None = None) -> None:
         """Hand a step to the device of its epoch."""
@@ -111,8 +112,8 @@ class DeviceKeeper:
 
     def _flush(self) -> None:
         """A full inbox is emptied in the scheduler's next turn: nothing is lost, and the order is kept."""
-        while self._undelivered and self._inbox is not None:
-            if not self._inbox.post_nowait(self._undelivered[0]):
+        while self._undelivered and self._post is not None:
+            if not self._post(self._undelivered[0]):
                 asyncio.get_running_loop().call_later(RETRY_S, self._flush)
                 return
             self._undelivered.popleft()

@@ -19,14 +19,16 @@ from ...gpu.models.source import resolve_model
 from ...protocol.config import EngineConfig, checked
 from ...protocol.errors import EngineDeadError, EngineDrainingError, QueueFullError, RepertoryError, ValidationError
 from ...protocol.ids import RequestId, request_ids, show_request_id
-from ...protocol.messages import Abort, Admit, Submit, Tokenized
+from ...protocol.messages import Abort, Admit, Credit, Submit, Tokenized
 from ...protocol.outputs import EngineStats
 from ...protocol.sampling import SamplingParams
 from ..company import Company
-from ..device import DeviceOpener, check_buildable, open_executor
+from ..device import DeviceOpener, check_buildable
+from ..devices.keeper import DeviceKeeper
+from ..devices.making import device_maker
+from ..devices.process import HOST_COMMAND
 from ..observing.logs import configure_logging, logger
 from ..observing.start import say_ready, say_start
-from ..worker import InlineWorker
 from .stream import Delivery, RequestStream
 
 SETTLE_S = 5.0
@@ -47,11 +49,17 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, open_device: DeviceOpener = open_executor, **settings: Any
+        self,
+        config: EngineConfig | None = None,
+        *,
+        open_device: DeviceOpener | None = None,
+        host_command: Sequence[str] = HOST_COMMAND,
+        **settings: Any,
     ) -> None:
         self.config = checked(_configured(config, settings))
         check_buildable(self.config)
         self._open_device = open_device
+        self._host_command = host_command
         self._new_id = request_ids()
         self._log = logger("engine")
         self._company: Company | None = None
@@ -124,15 +132,16 @@ class Engine:
     @asynccontextmanager
     async def _opened(self, started: float) -> AsyncIterator[Company]:
         model_dir = await anyio.to_thread.run_sync(self._find_model)
-        worker = InlineWorker()
+        maker = device_maker(self.config, model_dir, open_device=self._open_device, host_command=self._host_command)
+        keeper = DeviceKeeper(maker, self.config)
         try:
-            company = await Company.open(self.config, model_dir, worker, open_device=self._open_device)
-            say_start(self._log, self.config, company.executor.capacity)
+            company = await Company.open(self.config, model_dir, keeper)
+            say_start(self._log, self.config, company.capacity)
             self._company = company
             say_ready(self._log, time.monotonic() - started)
             yield company
         finally:
-            await worker.aclose()
+            await keeper.aclose()
             if self._company is not None:
                 self._company.close()
 
@@ -183,7 +192,7 @@ class Engine:
             trace_context=trace_context,
         )
         delivery = Delivery(submit)
-        stream = RequestStream(delivery, self._abort_nowait)
+        stream = self._stream(delivery)
         if company.scheduler.core.draining:
             delivery.fail(EngineDrainingError("the engine is draining and takes no new requests"))
         elif company.submissions.post_nowait(submit):
@@ -204,7 +213,7 @@ class Engine:
         submit = Submit(admit.request_id, admit.label, tokenized.prompt or tokenized.token_ids, params, time.monotonic())
         delivery = Delivery(submit)
         delivery.on_tokenized(tokenized)
-        stream = RequestStream(delivery, self._abort_nowait)
+        stream = self._stream(delivery)
         if company.scheduler.inbox.post_nowait(msgspec.structs.replace(admit, arrival_s=submit.arrival_s)):
             company.dispatcher.add(delivery)
         else:
@@ -229,6 +238,15 @@ class Engine:
             **fields,
         )
 
+    def _stream(self, delivery: Delivery) -> RequestStream:
+        return RequestStream(delivery, self._abort_nowait, self._grant, credit_window=self.config.credit_window)
+
+    def _grant(self, request_id: RequestId, num_tokens: int) -> bool:
+        """Tell the scheduler that a reader has taken tokens; False if there was no room for it."""
+        if self._company is None or self._death is not None:
+            return True
+        return self._company.scheduler.inbox.post_nowait(Credit(request_id, num_tokens))
+
     async def abort(self, request_id: str) -> None:
         """Abort the requests that have this label now. Unknown labels are a no-op; later requests are not touched."""
         company = self._living()
@@ -247,7 +265,7 @@ class Engine:
     @property
     def capacity(self) -> Capacity:
         """What the device offers."""
-        return self._living().executor.capacity
+        return self._living().capacity
 
     @property
     def has_chat_template(self) -> bool:

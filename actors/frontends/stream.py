@@ -20,6 +20,9 @@ from ...protocol.messages import Metrics, Submit, TextDelta, Tokenized
 from ...protocol.outputs import CompletionOutput, RequestOutput
 from ...protocol.sampling import OutputKind
 
+GRANTS_PER_WINDOW = 4
+"""Credit is granted in quarters of the window: a message for hundreds of tokens, and never a reader that waits for it."""
+
 
 class Delivery:
     """What has arrived for one request, and whether its reader has seen it. Slow readers find it merged."""
@@ -39,7 +42,8 @@ class Delivery:
         """Why no terminal will come: refused, or the engine has stopped."""
         self.is_closed = False
         self._num_seen_characters = 0
-        self._num_seen_tokens = 0
+        self.num_seen_tokens = 0
+        """Tokens its reader has taken."""
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -109,8 +113,8 @@ class Delivery:
         last = self.last
         text, token_ids = self.text, self.token_ids
         if self.kind == "delta":
-            text, token_ids = text[self._num_seen_characters :], token_ids[self._num_seen_tokens :]
-            self._num_seen_characters, self._num_seen_tokens = len(self.text), len(self.token_ids)
+            text, token_ids = text[self._num_seen_characters :], token_ids[self.num_seen_tokens :]
+        self._num_seen_characters, self.num_seen_tokens = len(self.text), len(self.token_ids)
         completion = CompletionOutput(
             index=0, text=text, token_ids=list(token_ids), finish_reason=last.finish_reason, stop_reason=last.stop_reason
         )
@@ -132,10 +136,20 @@ class RequestStream:
     the engine stopped. Leaving it in any way before its end aborts the request and frees its blocks.
     """
 
-    def __init__(self, delivery: Delivery, abort: Callable[[RequestId], None]) -> None:
+    def __init__(
+        self,
+        delivery: Delivery,
+        abort: Callable[[RequestId], None],
+        grant: Callable[[RequestId, int], bool],
+        *,
+        credit_window: int,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._delivery = delivery
         self._abort = abort
+        self._grant = grant
+        self._grant_from = max(1, credit_window // GRANTS_PER_WINDOW)
+        self._num_granted = 0
 
     @property
     def request_id(self) -> str:
@@ -153,7 +167,15 @@ class RequestStream:
             raise
         if output is None:
             raise StopAsyncIteration
+        self._take_note()
         return output
+
+    def _take_note(self) -> None:
+        """The reader has taken an item: as many tokens more may be generated for it."""
+        taken = self._delivery.num_seen_tokens - self._num_granted
+        enough = taken >= self._grant_from and not self._delivery.has_ended
+        if enough and self._grant(self._delivery.request_id, taken):
+            self._num_granted += taken
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended. Idempotent."""

@@ -113,6 +113,26 @@ EVENTS: Mapping[str, Event] = {
             "num_preemptions": _PREEMPTIONS + " so far, count",
         },
     ),
+    "scheduler.paused": Event(
+        "info",
+        "a request gave its blocks up because its reader is `credit_window` tokens behind",
+        {"request_id": "the one that waits for its reader", "num_output_tokens": "tokens generated so far, count"},
+    ),
+    "device.lost": Event(
+        "error",
+        "the device is gone; every request goes on from its token log",
+        {
+            "epoch": "which life of the device",
+            "reason": "how it was noticed",
+            "restart_in_s": "until the next one is opened, s; none: the engine gives up",
+        },
+    ),
+    "device.ready": Event("info", "a new device has taken over", {"epoch": "which life of the device"}),
+    "link.bad_message": Event(
+        "warning",
+        "a frame that is no message was dropped",
+        {"reason": "what does not fit", "num_bytes": "size of the frame, bytes"},
+    ),
     "loop.lag": Event(
         "warning",
         "the event loop was blocked: tokens of all requests came late",

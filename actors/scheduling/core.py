@@ -179,7 +179,7 @@ class SchedulerCore:
             return None
         self._planned_s = now
         while True:
-            draft = Draft(self.epoch, StepId(self._last_step_id + 1))
+            draft = Draft(self.epoch, StepId(self._last_step_id + 1), is_only=not self._steps)
             self.planner.fill(draft, now)
             if draft.rows:
                 break
@@ -216,7 +216,7 @@ class SchedulerCore:
         """A step without rows, when everything has ended: so that an idle device remembers nobody."""
         if self._sequences or self._steps or not self._released:
             return None
-        draft = Draft(self.epoch, StepId(self._last_step_id + 1))
+        draft = Draft(self.epoch, StepId(self._last_step_id + 1), is_only=not self._steps)
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
         self.pacer.on_sent(draft.load, now)

@@ -11,9 +11,10 @@ from .step_time import Load, attended
 
 
 class Draft:
-    """Collects a step's rows."""
+    """Collects a step's rows. `is_only`: no other step is in flight."""
 
-    def __init__(self, epoch: Epoch, step_id: StepId) -> None:
+    def __init__(self, epoch: Epoch, step_id: StepId, *, is_only: bool) -> None:
+        self.is_only = is_only
         self.epoch = epoch
         self.step_id = step_id
         self.rows: list[Sequence] = []

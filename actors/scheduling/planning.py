@@ -73,7 +73,11 @@ class Planner:
         if draft.num_preempted == num_victims:
             self.reserve.on_step()
             self._admit(now)
-        self._prefill(draft, [seq for seq in self.queues.running if seq.is_prefilling and not seq.is_suspect])
+        suspect = self.running_suspect()
+        if suspect is not None and draft.is_only and not draft.rows:
+            self._prefill(draft, [suspect])
+        else:
+            self._prefill(draft, [seq for seq in self.queues.running if seq.is_prefilling and not seq.is_suspect])
 
     def running_suspect(self) -> Sequence | None:
         """The suspect that runs, and so must run alone."""
@@ -201,7 +205,7 @@ class Planner:
                 self._count_hit(seq, found)
             queues.start(seq)
             if seq.is_suspect:
-                return  # it runs alone, in the next step
+                return  # it runs alone: now if nobody else has a row, else in a step of its own
 
     # ---- 3. prefill -----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ Anything that arrives for a request after its terminal is dropped: ids are never
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
@@ -31,15 +32,25 @@ REMEMBERED = 4096
 
 
 class DetokenizerCore:
-    """The state table and rules of the Detokenizer. `len` is the number of live requests."""
+    """The state table and rules of the Detokenizer. `len` is the number of live requests.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    A core that takes another's place knows what that one has `closed`, and which requests are `awaited`: they will
+    be opened again, and what is said of them before is left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, closed: Iterable[RequestId] = (), awaited: Iterable[RequestId] = ()) -> None:
         self._vocabulary = Vocabulary(tokenizer)
         self._live: dict[RequestId, _Live] = {}
-        self._closed: OrderedDict[RequestId, None] = OrderedDict()
+        self._closed: OrderedDict[RequestId, None] = OrderedDict.fromkeys(closed)
+        self._awaited = set(awaited)
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def closed(self) -> list[RequestId]:
+        """The requests that ended last, for the core that takes this one's place."""
+        return list(self._closed)
 
     def on_tokens(self, message: TokensSampled) -> tuple[list[TextDelta], list[Abort]]:
         """Take a step's tokens: requests that open, then tokens, then ends. One delta a request at most."""
@@ -53,6 +64,8 @@ class DetokenizerCore:
         for request_id, token_ids in _by_request(message).items():
             live = self._live.get(request_id)
             if live is None:
+                if request_id in ends and request_id not in self._awaited:
+                    deltas += self.on_refused(Refused(request_id, ends[request_id].problem))  # it never opened
                 continue
             try:
                 delta = live.advance(token_ids, ends.get(request_id), message.sampled_s)
@@ -78,6 +91,7 @@ class DetokenizerCore:
         request_id = opening.request_id
         if request_id in self._live or request_id in self._closed:
             return None
+        self._awaited.discard(request_id)
         try:
             self._live[request_id] = _Live(TextMachine(self._vocabulary, opening), opening)
         except Exception as error:

@@ -104,7 +104,7 @@ def repertory(monkeypatch, capsys):
 
     def run(engine, *arguments, stdin=None):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if stdin is not None else Terminal())
-        monkeypatch.setattr(generate, "_open_engine", engine.open)
+        monkeypatch.setattr(generate, "open_engine", engine.open)
         status = main(["generate", "--model", "demo", *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err

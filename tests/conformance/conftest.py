@@ -19,7 +19,7 @@ from .reference import CAN_READ_GGUF, continuations, generated, load_demo_file, 
 from .running import Case
 
 NUM_TOKENS = 48
-NUM_TINY_TOKENS = 28
+NUM_TINY_TOKENS = 24
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +62,7 @@ def _token_ids(tokenizer: Any, real: RealPrompt) -> list[int]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that both the C kernels and torch can compute."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
@@ -71,7 +72,7 @@ def tiny_cases(tiny_model: Path) -> list[Case]:
     generator = random.Random(11)
     trunk = generator.choices(range(3, 318), k=48)
     prompts = [trunk[:shared] + generator.choices(range(3, 318), k=own) for shared, own in _SHAPES]
-    prompts += [trunk[:16], list(prompts[2]), prompts[2] + generator.choices(range(3, 318), k=9)]
+    prompts += [trunk[:16], list(prompts[1]), prompts[1] + generator.choices(range(3, 318), k=9)]
     model = load_directory(tiny_model)
     cases = []
     for number, prompt in enumerate(prompts):
@@ -82,5 +83,5 @@ def tiny_cases(tiny_model: Path) -> list[Case]:
     return cases
 
 
-_SHAPES = [(0, 1), (0, 5), (32, 7), (32, 16), (33, 2), (15, 4), (16, 1), (17, 8), (48, 3), (47, 1)]
+_SHAPES = [(0, 1), (32, 7), (32, 16), (33, 2), (15, 4), (16, 1), (48, 3), (47, 1)]
 """Tokens of the trunk that a prompt begins with, and tokens of its own."""

@@ -34,12 +34,15 @@ and name the desk that does. Be brief, be friendly, and write plain English with
 
 _LIGHTHOUSE = """The lighthouse at the end of the northern pier was built in 1871, after three ships had been lost within a \
 single winter. Its first keeper was a retired whaler named Anselm, who lived in the two rooms below the lantern with his wife, \
-his daughter and a grey cat that was said to predict the weather. Every evening, half an hour before sunset, he climbed the \
-hundred and twelve steps with a can of oil, trimmed the wick, wound the clockwork that turned the lens, and wrote one line into \
-a black book: the date, the wind, and the names of the ships that had passed. The books have survived. They fill a shelf in the \
-harbour office, and whoever reads them notices that in forty years the old man never missed a night."""
+his daughter and a grey cat that was said to predict the weather. Every evening, half an hour before sunset, he climbed \
+the hundred and twelve steps with a can of oil, trimmed the wick, wound the clockwork that turned the lens, and wrote \
+one line into a black book: the date, the wind, and the names of the ships that had passed. The books have survived. \
+They fill a shelf in the harbour office, and whoever reads them notices that in forty years the old man never missed a \
+night."""
 
-_RECIPE = "To make a simple bread you need five hundred grams of flour, three hundred and fifty grams of water, ten grams of salt"
+_RECIPE = (
+    "To make a simple bread you need five hundred grams of flour, three hundred and fifty grams of water, ten grams of salt"
+)
 
 PROMPTS = [
     RealPrompt("france", "The capital of France is"),
@@ -59,14 +62,13 @@ PROMPTS = [
     RealPrompt("bread", _RECIPE + " and"),
     RealPrompt("bread and yeast", _RECIPE + ", and seven grams of yeast. First,"),
     RealPrompt("chat", _user("What is the capital of France?"), ignore_eos=False),
-    RealPrompt("chat in turns", [*_user("Name a fruit."), {"role": "assistant", "content": "Apple."}, *_user("And a yellow one?")]),
+    RealPrompt(
+        "chat in turns", [*_user("Name a fruit."), {"role": "assistant", "content": "Apple."}, *_user("And a yellow one?")]
+    ),
     RealPrompt("hours", _user("Can I come on Monday?", system=_LIBRARIAN), ignore_eos=False),
     RealPrompt("fines", _user("A book of mine is nine days late. How much do I owe?", system=_LIBRARIAN), ignore_eos=False),
     RealPrompt("children", _user("Is there anything for my six year old daughter?", system=_LIBRARIAN)),
-    RealPrompt("chinese reader", _user("我可以借几本书？", system=_LIBRARIAN)),
+    RealPrompt("chinese reader", _user("我可以借几本书？", system=_LIBRARIAN)),  # noqa: RUF001 - Chinese has its own
     RealPrompt("lighthouse", _LIGHTHOUSE + "\n\nQuestion: What did the keeper write into the black book?\nAnswer:"),
     RealPrompt("lighthouse goes on", _LIGHTHOUSE + " In the autumn of 1889"),
 ]
-
-FEW = PROMPTS[:4]
-"""Short ones, two of which share a prefix: for settings under which every token costs a step."""

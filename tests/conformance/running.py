@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from repertory import Engine, EngineConfig, SamplingParams
+from repertory.gpu.cpu.executor import CpuExecutor
 from repertory.protocol.outputs import EngineStats, RequestOutput
 
 from .prompts import Messages
@@ -46,11 +50,18 @@ class Case:
 
 
 async def run_waves(
-    config: EngineConfig, waves: Sequence[Sequence[Case]], max_tokens: int
+    config: EngineConfig, waves: Sequence[Sequence[Case]], max_tokens: int, *, backend: str = "auto"
 ) -> tuple[list[list[RequestOutput]], EngineStats]:
-    """Send the waves one after another, the cases of each at once. The engine's books must balance after every wave."""
+    """Send the waves one after another, the cases of each at once. The engine's books must balance after every wave.
+
+    The statistics are those of the end. `backend` is the executor's `attention_backend`.
+    """
+
+    def open_device(config: EngineConfig, model_dir: Path) -> CpuExecutor:
+        return CpuExecutor(model_dir, config=msgspec.structs.replace(config, attention_backend=backend))
+
     outputs = []
-    async with Engine(config) as engine:
+    async with Engine(config, open_device=open_device) as engine:
         for wave in waves:
             outputs.append(await asyncio.gather(*(_finished(engine, case, max_tokens) for case in wave)))
             assert await engine.audit() == []
@@ -75,7 +86,8 @@ def difference(case: Case, output: RequestOutput, max_tokens: int) -> str | None
     if found != expected:
         at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected)))
         gap = case.reference.gaps[at] if at < len(case.reference.gaps) else float("nan")
-        return f"{case.name}: from token {at} on {found[at:]}, expected {expected[at:]} (the reference's top-2 gap there: {gap:.2e})"
+        here = f"from token {at} on {found[at:]}, expected {expected[at:]}"
+        return f"{case.name}: {here} (the reference's top-2 gap there: {gap:.2e})"
     reason = "stop" if expected[-1] in case.stop_ids else "length"
     if output.outputs[0].finish_reason != reason:
         return f"{case.name}: ended by {output.outputs[0].finish_reason}, expected {reason}"

@@ -25,6 +25,8 @@ class Setting:
     small_pool: bool
     chunked: bool
     alone: bool
+    backend: str = "auto"
+    """`attention_backend`: "auto" is the C kernels, where there are any for this machine."""
 
     def __str__(self) -> str:
         parts = [
@@ -34,6 +36,7 @@ class Setting:
             "small pool" if self.small_pool else "ample pool",
             "chunked" if self.chunked else "whole",
             "alone" if self.alone else "together",
+            self.backend,
         ]
         return ", ".join(parts)
 
@@ -58,6 +61,7 @@ class Setting:
         return EngineConfig(
             model=str(model_dir),
             device="cpu",
+            worker="inline",
             dtype="float32",
             num_threads=NUM_THREADS,
             num_device_blocks=num_blocks,
@@ -70,23 +74,27 @@ class Setting:
         )
 
 
-EVERY = [Setting(*values) for values in itertools.product(BUDGETS, (True, False), BLOCK_SIZES, *[(True, False)] * 3)]
+BACKENDS = ("auto", "torch")
+
+EVERY = [
+    Setting(*values)
+    for values in itertools.product(BUDGETS, (True, False), BLOCK_SIZES, (True, False), (True, False), (True, False), BACKENDS)
+]
 """The full product."""
 
 COVERING = [
     Setting(512, True, 16, small_pool=False, chunked=True, alone=False),
-    Setting(512, False, 4, small_pool=True, chunked=False, alone=True),
+    Setting(512, False, 4, small_pool=True, chunked=False, alone=True, backend="torch"),
     Setting(16, True, 4, small_pool=True, chunked=True, alone=False),
-    Setting(16, False, 16, small_pool=False, chunked=False, alone=True),
-    Setting(7, False, 16, small_pool=True, chunked=True, alone=False),
+    Setting(16, False, 16, small_pool=False, chunked=False, alone=True, backend="torch"),
+    Setting(7, False, 16, small_pool=True, chunked=True, alone=False, backend="torch"),
     Setting(7, True, 4, small_pool=False, chunked=False, alone=True),
-    Setting(1, True, 16, small_pool=True, chunked=False, alone=False),
+    Setting(1, True, 16, small_pool=True, chunked=False, alone=False, backend="torch"),
     Setting(1, False, 4, small_pool=False, chunked=True, alone=True),
-    Setting(512, True, 4, small_pool=True, chunked=True, alone=False),
-    Setting(512, False, 16, small_pool=True, chunked=False, alone=False),
-    Setting(512, False, 4, small_pool=False, chunked=False, alone=False),
+    Setting(512, True, 4, small_pool=True, chunked=True, alone=False, backend="torch"),
+    Setting(512, False, 4, small_pool=False, chunked=False, alone=False, backend="torch"),
 ]
-"""A selection. Eight of them cover every pair of values; the rest are more of what a server does."""
+"""A selection. Eight of them cover every pair of values; the other two run all prompts in torch as well."""
 
 
 def pairs(settings: Sequence[Setting]) -> set[tuple[tuple[str, int | bool], tuple[str, int | bool]]]:

@@ -42,7 +42,7 @@ async def test_every_reader_gets_the_tokens_that_came_and_then_the_error(stage, 
 async def test_a_dead_engine_refuses_everything_and_says_why(stage, log_lines):
     s = await stage()
     s.device.on_step = burn
-    with pytest.raises(EngineDeadError, match=r"step 1 failed on the device: OSError: the device is on fire"):
+    with pytest.raises(EngineDeadError, match=r"step 1 failed: OSError: the device is on fire"):
         await s.ask(prompt_of(5))
     for call in (s.engine.check_health, s.engine.stats, s.engine.drain, s.engine.audit):
         with pytest.raises(EngineDeadError, match="on fire"):

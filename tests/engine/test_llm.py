@@ -36,7 +36,7 @@ def make(paper_model: Path, log_lines, device):
     before = set(threading.enumerate())
 
     def make_llm(**settings):
-        made.append(LLM(model=str(paper_model), open_device=lambda config, model_dir: device, **settings))
+        made.append(LLM(model=str(paper_model), open_device=lambda config, model_dir: device, **{"max_restarts": 0, **settings}))
         return made[-1]
 
     yield make_llm

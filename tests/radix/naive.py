@@ -18,8 +18,8 @@ class Cached:
     """One cached block."""
 
     block: int
-    entered: int
-    """Step it entered in; until that has run it may be shared, not copied."""
+    written: int
+    """Step that wrote it; in that step it may be shared, not copied."""
     holders: set[int] = field(default_factory=set)
     unheld_since: int = 0
     """When its last holder let go: eviction goes by this."""

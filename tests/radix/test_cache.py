@@ -221,7 +221,7 @@ def test_a_block_that_a_row_of_this_step_fills_only_partly_is_waited_for():
 def test_a_partly_filled_block_is_waited_for_though_its_node_is_split_in_the_same_step():
     drive = Driver()
     writer, splitter = drive.start(range(13)), drive.start([0, 1, 2, 3, 50, 50, 50, 50, 50])
-    twin = drive.start(range(12))
+    twin = drive.start(range(13))
     drive.begin()
     drive.chunk(writer, 10)
     drive.chunk(splitter)

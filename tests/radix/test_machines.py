@@ -133,6 +133,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.naive = NaiveCache(block_size)
         self.seqs: dict[int, Seq] = {}
         self.reserved: dict[int, int] = {}
+        self.written: dict[tuple[int, int], int] = {}  # (sequence, index in its table): step that wrote there last
         self.promised: dict[int, int] = {}  # tokens whose blocks were promised at admission
         self.known: list[list[int]] = [[0]]
         self.steps: list[dict[int, bool]] = []  # steps in flight: the rows of each, and whether they sample
@@ -302,7 +303,7 @@ class CacheMachine(RuleBasedStateMachine):
         copied = advance.num_computed > computed
         whole = (depth + 1) * size
         verdicts = {self._verdict(kind, reach, computed, filled, whole) for kind in kinds.values() or ["none"]}
-        assert (*advance[2:], copied) in verdicts
+        assert (*advance[2:], copied) in verdicts, (advance, verdicts, kinds, log, computed, filled, self.filling)
         if copied:
             self._check_copy(seq, advance, blocks, depth)
         seq.num_computed = advance.num_computed
@@ -317,7 +318,7 @@ class CacheMachine(RuleBasedStateMachine):
         return False, max(filled, reach if kind == "pending" else 0) > computed, False
 
     def _kind(self, prefix):
-        if self.naive.blocks[prefix].entered == self.step_id:
+        if self.naive.blocks[prefix].written == self.step_id:
             return "pending"
         return "proven" if self._is_proven(prefix) else "unproven"
 
@@ -374,6 +375,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.naive.evict(max(0, needed - free))
         self.reserved[seq_id] -= min(needed, self.reserved[seq_id])
         self.cache.enter(seq.holding, seq.log, before, after)
+        self.written.update({(seq_id, index): self.step_id for index in range(before // self.size, -(-after // self.size))})
         self._entered(seq_id, seq, before, after)
         self.steps[-1][seq_id] = after >= known + self._in_flight(seq_id)
         seq.num_computed = after
@@ -387,7 +389,7 @@ class CacheMachine(RuleBasedStateMachine):
             there = self.naive.blocks.get(prefix)
             if there is None:
                 assert index < seq.holding.num_tree_blocks
-                self.naive.blocks[prefix] = Cached(mine, self.step_id, {seq_id})
+                self.naive.blocks[prefix] = Cached(mine, self.written[seq_id, index], {seq_id})
             elif index < seq.holding.num_tree_blocks:
                 assert there.block == mine
                 there.holders.add(seq_id)
