@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 KERNELS = Path("gpu/cpu/kernels")
 SOURCES = sorted(KERNELS.glob("*.c"))
@@ -23,7 +24,16 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+class BuildModules(build_py):
+    """All modules but this one, which lies where the package `repertory` has its own."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """See the base class."""
+        return [found for found in super().find_package_modules(package, package_dir) if found[:2] != ("repertory", "setup")]
+
+
 setup(
+    cmdclass={"build_py": BuildModules},
     ext_modules=[
         Extension(
             "repertory.gpu.cpu._kernels",
@@ -43,5 +53,5 @@ setup(
             libraries=["m"],
             optional=True,
         )
-    ]
+    ],
 )

@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[Dtype, Meta(description="weights and KV; auto: bfloat16 where the device is fast at it")] = "auto"
     device: Annotated[str, Meta(description="auto, cpu, cuda, cuda:N or simulated")] = "auto"
     worker: Annotated[WorkerKind, Meta(description="where the device runs: its own process, or a thread of this one")] = (
-        "inline"
+        "process"
     )
     num_threads: Annotated[Positive | None, Meta(description="compute threads on CPU (default: cores - 1)")] = None
     max_model_len: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     chunks: Ints
     """[chunks, 4]: token, count, context, table."""
     groups: Ints
-    """[groups, 4]: member, count, keys, table."""
+    """[groups, 4]: member, count, keys, unused."""
     members: Ints
     sample_at: Ints
     longest_run: int
@@ -86,7 +86,7 @@ def make_plan(rows: Sequence[Row], shared: SharedGroups, pool: PoolShape, *, voc
         groups=_table(groups),
         members=np.array(members, dtype=np.int32),
         sample_at=np.array([first_tokens[i + 1] - 1 for i, row in enumerate(rows) if row.samples], dtype=np.int32),
-        longest_run=max((context for _, _, context, _ in [*chunks, *((0, 0, keys, 0) for _, _, keys, _ in groups)]), default=0),
+        longest_run=max([0, *(chunk[2] for chunk in chunks), *(group[2] for group in groups)]),
     )
 
 
@@ -125,12 +125,12 @@ def _group(
     return groups, members, shared_keys
 
 
-def _flat(lists: itertools.chain[list[int]] | object) -> Ints:
-    return np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int32)  # type: ignore[call-overload]
+def _flat(lists: Iterable[Sequence[int]]) -> Ints:
+    return np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int32)
 
 
-def _table(rows: object) -> Ints:
-    return np.array(list(rows), dtype=np.int32).reshape(-1, 4)  # type: ignore[call-overload]
+def _table(rows: Iterable[tuple[int, int, int, int]]) -> Ints:
+    return np.array(list(rows), dtype=np.int32).reshape(-1, 4)
 
 
 def _check_range(values: Ints, limit: int, what: str, where: str) -> None:

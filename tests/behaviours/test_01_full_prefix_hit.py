@@ -55,3 +55,15 @@ async def test_recomputing_the_last_position_leaves_the_block_of_a_running_holde
         first = output
     assert answer_of(first) == s.alone(prompt, long)
     await s.check_clean()
+
+
+async def test_with_the_cache_off_nothing_is_found_and_nothing_stays(stage):
+    s = await stage(block_size=4, enable_prefix_caching=False)
+    for _ in range(3):
+        output = await s.ask(prompt_of(12))
+        assert answer_of(output) == s.alone(prompt_of(12))
+        assert output.num_cached_tokens == 0
+        assert await s.engine.audit() == []
+        blocks = (await s.engine.stats()).device_blocks
+        assert blocks.free == blocks.total
+    await s.check_clean()

@@ -20,8 +20,11 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("count", [2, 3, 8])
-async def test_all_end_as_alone_with_a_bounded_number_of_preemptions(stage, log_lines, count, settings):
+@pytest.mark.parametrize("is_careless", [False, True], ids=["with a reserve", "without one"])
+async def test_all_end_as_alone_with_a_bounded_number_of_preemptions(stage, log_lines, count, settings, is_careless):
     s = await stage(block_size=4, num_device_blocks=10, **settings)
+    if is_careless:
+        s.admit_carelessly()
     # 24 tokens are six blocks: each fits into ten, no two do.
     requests = [(prompt_of(6, seed), greedy(18)) for seed in range(count)]
     outputs = await s.ask_all(requests)

@@ -10,6 +10,7 @@ import torch
 
 from repertory import SamplingParams, ValidationError
 from repertory.gpu.cpu.executor import CpuExecutor
+from repertory.gpu.sampling import sample
 from repertory.tests.engine.stage import answer_of, last_of, prompt_of
 
 TINY = [0, 0.0, -0.0, 1e-300, 1e-30, 1e-6, 1e-5, 1e-4, 1e-3]
@@ -30,18 +31,19 @@ async def test_tiny_temperatures_give_the_greedy_tokens(real, check_clean, dtype
     await check_clean(engine)
 
 
-class PeakedExecutor(CpuExecutor):
-    """Logits in 16 bits, largest 30, second 29.5, wherever the model would have had them; some masked."""
+class PeakedPath:
+    """In place of a model: logits in 16 bits, largest 30, second 29.5, the others far below, one masked."""
 
-    def __init__(self, model_dir, *, config, dtype):
-        super().__init__(model_dir, config=config)
-        decoder, self._decoder = self._decoder, self
-        self._forward, self._dtype = decoder.forward, dtype
+    def __init__(self, vocab_size: int, dtype: torch.dtype) -> None:
+        logits = torch.full((1, vocab_size), -30.0, dtype=dtype)
+        logits[0, SECOND], logits[0, BEST], logits[0, 0] = 29.5, 30.0, -math.inf
+        self.logits = logits.float()
 
-    def forward(self, batch, attention):
-        logits = torch.full_like(self._forward(batch, attention), -30.0)
-        logits[:, SECOND], logits[:, BEST], logits[:, 0] = 29.5, 30.0, -math.inf
-        return logits.to(self._dtype).float()
+    def compute(self, rows, draws, shared):
+        return sample(self.logits.repeat(len(draws), 1), draws) if draws else ([], [])
+
+    def close(self):
+        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -58,7 +60,10 @@ async def test_large_16_bit_logits_half_apart_draw_the_largest(real, check_clean
 
 async def peaked(real, dtype):
     def open_device(config, model_dir):
-        return PeakedExecutor(model_dir, config=config, dtype=dtype)
+        device = CpuExecutor(model_dir, config=config)
+        device._path.close()
+        device._path = PeakedPath(device.capacity.vocab_size, dtype)
+        return device
 
     return await real(open_device=open_device)
 

@@ -21,6 +21,8 @@ class Cached:
     written: int
     """Step that wrote it; in that step it may be shared, not copied."""
     holders: set[int] = field(default_factory=set)
+    proven: bool = False
+    """Whether a token was drawn from finite logits by a row that read this very block."""
     unheld_since: int = 0
     """When its last holder let go: eviction goes by this."""
 

@@ -28,14 +28,14 @@ from repertory.tests.radix.drive import Seq, snapshot
 from repertory.tests.radix.naive import Cached, NaiveCache
 
 FEW = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-MANY = settings(FEW, max_examples=1500, stateful_step_count=80, derandomize=False)
+MANY = settings(FEW, max_examples=600, stateful_step_count=60, derandomize=False)
 
 TOKENS = st.sampled_from([0, 2**31 - 1])
 INDEX = st.integers(0, 59)
@@ -134,6 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.seqs: dict[int, Seq] = {}
         self.reserved: dict[int, int] = {}
         self.written: dict[tuple[int, int], int] = {}  # (sequence, index in its table): step that wrote there last
+        self.read: dict[tuple[int, int], list[int]] = {}  # (step, sequence): whole blocks its row reads or writes
         self.promised: dict[int, int] = {}  # tokens whose blocks were promised at admission
         self.known: list[list[int]] = [[0]]
         self.steps: list[dict[int, bool]] = []  # steps in flight: the rows of each, and whether they sample
@@ -210,6 +211,8 @@ class CacheMachine(RuleBasedStateMachine):
         unheld = sum(not self.naive.blocks[prefix].holders for prefix in path)
         fits = needed + spare <= self._available() - unheld
         before = snapshot(self.cache)
+        assert (self.cache.num_missing(seq.holding, seq.log) + spare <= 0) == fits
+        assert snapshot(self.cache) == before
         found = self.cache.admit(seq.holding, seq.log, spare=spare)
         assert (found is not None) == fits
         if found is None:
@@ -377,6 +380,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.enter(seq.holding, seq.log, before, after)
         self.written.update({(seq_id, index): self.step_id for index in range(before // self.size, -(-after // self.size))})
         self._entered(seq_id, seq, before, after)
+        self.read[self.step_id, seq_id] = seq.table[: after // self.size]
         self.steps[-1][seq_id] = after >= known + self._in_flight(seq_id)
         seq.num_computed = after
 
@@ -415,6 +419,14 @@ class CacheMachine(RuleBasedStateMachine):
                 seq.log.append(token)
                 if seq.holding.node is not None:
                     self.cache.prove(seq.holding, done)
+                    self._proved(seq, self.read[done, seq_id])
+
+    def _proved(self, seq, blocks):
+        log = seq.log.tolist()
+        for index, block in enumerate(blocks):
+            cached = self.naive.blocks.get((seq.holding.namespace, tuple(log[: (index + 1) * self.size])))
+            if cached is not None and cached.block == block:
+                cached.proven = True
 
     def _fail(self, failing):
         """What was not proven on its path goes, with all that hangs on it; who holds of that is rolled back."""
@@ -423,14 +435,15 @@ class CacheMachine(RuleBasedStateMachine):
         own = self._path(seq, len(seq.log))
         if seq.holding.node is not None:
             own = own[: seq.holding.num_tree_blocks]
+        proven = list(map(self._is_proven, own))
+        assert sorted(proven, reverse=True) == proven, "proven blocks come first on a path"
         victims = {victim.seq_id: victim.num_tokens for victim in self.cache.fail(seq.holding, seq.log)}
         assert failing not in victims
-        kept = self.cache.lookup(seq.holding.namespace, TokenLog([*seq.log.tolist(), 5])) // self.size
+        kept = sum(proven)
         lost = set(self.naive.below(own[kept])) if kept < len(own) else set()
         holders = set().union(*(self.naive.blocks[prefix].holders for prefix in lost)) if lost else set()
         assert set(victims) == holders - {failing}
         assert set(victims.values()) <= {kept * self.size}
-        assert all(self._is_proven(prefix) for prefix in own[:kept])
         for seq_id in [failing, *(other.seq_id for other in self.cache.holdings() if other.seq_id in victims)]:
             self._forget(seq_id)
         for seq_id in victims:
@@ -456,7 +469,9 @@ class CacheMachine(RuleBasedStateMachine):
         real = {}
         for namespace in self.cache.tree.namespaces():
             self._collect(namespace, self.cache.tree.peek(namespace), (), real)
-        assert {prefix: (cached.block, len(cached.holders)) for prefix, cached in self.naive.blocks.items()} == real
+        expected = {prefix: (cached.block, len(cached.holders)) for prefix, cached in self.naive.blocks.items()}
+        assert {prefix: known[:2] for prefix, known in real.items()} == expected
+        assert all(self.naive.blocks[prefix].proven for prefix, known in real.items() if known[2])
         order = [block for node in self.cache.tree.oldest_first() for block in reversed(node.blocks)]
         assert order == [self.naive.blocks[prefix].block for prefix in self.naive.evictable()]
         assert self.cache.num_available == self._available()
@@ -466,7 +481,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens.buffer[:] = node.tokens
         path = [*above, *tokens.tolist()]
         for index, block in enumerate(node.blocks):
-            into[namespace, tuple(path[: (node.start + index + 1) * self.size])] = (block, node.locks)
+            into[namespace, tuple(path[: (node.start + index + 1) * self.size])] = (block, node.locks, index < node.num_proven)
         for bucket in node.children.values():
             for child in bucket:
                 self._collect(namespace, child, path, into)
