@@ -17,12 +17,13 @@ dies is replaced by its keeper. A crash of the scheduler or the dispatcher ends 
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
-from ..gpu.models.config import load_model_config
+from ..gpu.models.config import ModelConfig, load_model_config
 from ..protocol.capacity import Capacity
 from ..protocol.config import EngineConfig
 from ..protocol.messages import Abort, Refused, Submit, TextOut, Tokenized, TokensSampled
@@ -74,9 +75,16 @@ class Company:
 
     @classmethod
     async def open(cls, config: EngineConfig, model_dir: Path, keeper: DeviceKeeper) -> Company:
-        """Open the device, then read the tokenizer for its sizes. Raises `ConfigError` or `ModelLoadError`."""
-        capacity = await keeper.open()
-        resolver = await anyio.to_thread.run_sync(_resolver, config, model_dir, capacity)
+        """Open the device and read the tokenizer, side by side. Raises `ConfigError` or `ModelLoadError`."""
+        model = await anyio.to_thread.run_sync(load_model_config, model_dir)
+        reading = asyncio.ensure_future(anyio.to_thread.run_sync(_read_prompts_for, config, model_dir, model))
+        try:
+            capacity = await keeper.open()
+        except BaseException:
+            await asyncio.wait([reading])
+            raise
+        reader = (await reading).within(max_model_len=capacity.max_model_len, vocab_size=capacity.vocab_size)
+        resolver = Resolver(reader, capacity, eos_token_ids=model.eos_token_ids, server_seed=config.seed)
         return cls(keeper, capacity, resolver, config)
 
     async def run(self) -> None:
@@ -127,13 +135,10 @@ class Company:
         return found
 
 
-def _resolver(config: EngineConfig, model_dir: Path, capacity: Capacity) -> Resolver:
+def _read_prompts_for(config: EngineConfig, model_dir: Path, model: ModelConfig) -> PromptReader:
+    max_model_len = config.max_model_len or model.max_position_embeddings
     reader = PromptReader(
-        model_dir,
-        chat_template=config.chat_template,
-        max_model_len=capacity.max_model_len,
-        vocab_size=capacity.vocab_size,
+        model_dir, chat_template=config.chat_template, max_model_len=max_model_len, vocab_size=model.vocab_size
     )
     reader.warm()
-    eos = load_model_config(model_dir).eos_token_ids
-    return Resolver(reader, capacity, eos_token_ids=eos, server_seed=config.seed)
+    return reader

@@ -131,7 +131,7 @@ EVENTS: Mapping[str, Event] = {
     "link.bad_message": Event(
         "warning",
         "a frame that is no message was dropped",
-        {"reason": "what does not fit", "num_bytes": "size of the frame, bytes"},
+        {"reason": "what does not fit", "num_bytes": "bytes of the frame, count"},
     ),
     "loop.lag": Event(
         "warning",

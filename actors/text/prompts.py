@@ -7,6 +7,7 @@ All of this may take long and runs in worker threads. Text is encoded through
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,19 @@ class PromptReader:
         self.tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
         """The model's tokenizer, to be shared and not changed."""
         self._template = load_chat_template(model_dir, chat_template)
+        self._longest = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._limit(max_model_len, vocab_size)
+
+    def within(self, *, max_model_len: int, vocab_size: int) -> PromptReader:
+        """A reader of the same files for these sizes, which are the device's."""
+        reader = copy.copy(self)
+        reader._limit(max_model_len, vocab_size)
+        return reader
+
+    def _limit(self, max_model_len: int, vocab_size: int) -> None:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        longest = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self._max_characters = max_model_len * longest
+        self._max_characters = max_model_len * self._longest
 
     @property
     def supports_chat(self) -> bool:

@@ -66,4 +66,7 @@ async def test_with_the_cache_off_nothing_is_found_and_nothing_stays(stage):
         assert await s.engine.audit() == []
         blocks = (await s.engine.stats()).device_blocks
         assert blocks.free == blocks.total
+    together = await s.ask_all([(prompt_of(12), greedy(9))] * 3)
+    assert [output.num_cached_tokens for output in together] == [0, 0, 0]
+    assert [answer_of(output) for output in together] == [s.alone(prompt_of(12), greedy(9))] * 3
     await s.check_clean()

@@ -189,7 +189,7 @@ def test_without_asyncio_the_start_says_so(engine):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_the_switch_interval_is_set_back_when_the_last_engine_ends(paper_model, log_lines, order):
     interval = sys.getswitchinterval()
-    engines = [Engine(model=str(paper_model), device="simulated") for _ in range(2)]
+    engines = [Engine(model=str(paper_model), device="simulated", worker="inline") for _ in range(2)]
     for engine in engines:
         await engine.start()
         assert sys.getswitchinterval() < interval
