@@ -12,6 +12,7 @@ from cyclopts import App
 
 VERBS = {
     "generate": ("generate:generate", "Generate text for one prompt or many."),
+    "chat": ("chat:chat", "Talk to a model in the terminal."),
 }
 """Verb -> (module in this folder:function, the line in `repertory --help`)."""
 

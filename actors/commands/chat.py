@@ -1,143 +1,282 @@
-"""`repertory chat`: a conversation in the terminal. Ctrl-C ends a reply, a second one the program."""
+"""`repertory chat`: a conversation in the terminal.
+
+Lines are read on the main thread, and the engine lives on a thread of its own: only the main thread's
+reading can be ended by Ctrl-C with the terminal left as it was. Ctrl-C while a reply comes ends the
+reply; at the prompt, and so a second time in a row, it ends the program.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from cyclopts import Group, Parameter
 
 from ...protocol.config import EngineConfig
 from ...protocol.config_sources import load_config
-from ...protocol.errors import RequestError, UnsupportedError
+from ...protocol.errors import (
+    NeverFitsError,
+    RepertoryError,
+    RequestError,
+    RequestFailedError,
+    UnsupportedError,
+    ValidationError,
+)
+from ...protocol.outputs import EngineStats, RequestOutput
 from ..observing.logs import configure_logging
 from .engine_flags import GROUPS, ConfigFile, engine_flags
-from .generate import EngineFactory, SamplingFlags, TextEngine, open_engine
+from .generate import OutputStream, SamplingFlags, TextEngine, open_engine
 
 _CHAT = Group("Chat", sort_key=1)
 _SAMPLING = Group("Sampling", sort_key=2)
 _DEFAULTS = {"log_level": "warning"}
-_HELP = """/reset forgets the conversation, /stats shows the engine's figures, /exit or Ctrl-D ends it."""
+"""Log lines of a conversation that goes well would stand between the reader and the text."""
+_PROMPT = "> "
+_COMMANDS = "/reset forgets the conversation, /stats shows figures, /exit or Ctrl-D ends, Ctrl-C ends a reply"
 
 if TYPE_CHECKING:
     EngineFlags = dict[str, Any]
 else:
     EngineFlags = engine_flags(without=(*GROUPS["Serving"], "seed"), defaults=_DEFAULTS)
 
-ReadLine = Callable[[str], str]
+ReadLine = Callable[[], str | None]
+"""Waits for the reader's next line; None when there are no more."""
+
+
+class ChatEngine(TextEngine, Protocol):
+    """What this verb needs of an engine."""
+
+    async def stats(self) -> EngineStats:
+        """A consistent snapshot."""
+        ...
+
+
+ChatEngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[ChatEngine]]
+
+
+@dataclass(frozen=True)
+class ReplyFlags(SamplingFlags):
+    """How the tokens of replies are chosen."""
+
+    max_tokens: Annotated[int, Parameter(help="tokens of a reply at most")] = 512
 
 
 def chat(
     *,
     system: Annotated[str | None, Parameter(help="system message of the conversation", group=_CHAT)] = None,
-    sampling: Annotated[SamplingFlags | None, Parameter(name="*", group=_SAMPLING)] = None,
+    sampling: Annotated[ReplyFlags | None, Parameter(name="*", group=_SAMPLING)] = None,
     config: ConfigFile = None,
     engine: Annotated[EngineFlags | None, Parameter(name="*")] = None,
 ) -> int:
     """Talk to a model in the terminal.
 
     Each turn is answered with the whole conversation as its prompt; what was said before is in the prefix
-    cache. Ctrl-C ends a reply that is too long, a second one in a row the program.
+    cache. Ctrl-C ends a reply, a second one the program. Where input is no terminal, each line is a turn.
     """
     settings = load_config(flags=engine or {}, file=config, defaults=_DEFAULTS)
-    sampling = sampling or SamplingFlags(max_tokens=512)
+    sampling = sampling or ReplyFlags()
     sampling.params("delta")
     configure_logging(settings.log_format, settings.log_level)
-    return anyio.run(Conversation(sampling, system=system).hold, settings)
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    conversation = Conversation(sampling, system=system, on_terminal=on_terminal)
+    return run(conversation, settings, factory=open_engine, read_line=_terminal_line if on_terminal else _piped_line)
+
+
+def run(conversation: Conversation, settings: EngineConfig, *, factory: ChatEngineFactory, read_line: ReadLine) -> int:
+    """Hold `conversation` on an engine from `factory`, from the main thread; return the exit status.
+
+    Raises `KeyboardInterrupt` for Ctrl-C outside of a reply, and what the engine raises at its start or death.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with start_blocking_portal("asyncio") as portal, portal.wrap_async_context_manager(factory(settings)) as engine:
+            try:
+                return conversation.hold(portal, engine, read_line)
+            finally:
+                # Closing takes a moment; an impatient third Ctrl-C must not stop it halfway.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
-    """Messages so far, and the loop that adds to them. Streams and the line reader are injected by tests."""
+    """What has been said, and the loop that adds to it. A turn that is refused or fails is taken back.
+
+    `err` tells why; the exit status does too, but only where nobody sits at a terminal to see it.
+    """
 
     def __init__(
         self,
         sampling: SamplingFlags,
         *,
         system: str | None = None,
-        factory: EngineFactory = open_engine,
-        read_line: ReadLine = input,
+        on_terminal: bool = False,
         out: TextIO | None = None,
+        err: TextIO | None = None,
     ) -> None:
-        self.sampling = sampling
-        self.messages: list[dict[str, str]] = []
-        self._system = system
-        self._factory = factory
-        self._read_line = read_line
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, Any]] = list(self._beginning)
+        self._sampling = sampling
+        self._on_terminal = on_terminal
         self._out = out or sys.stdout
-        self._reply: asyncio.Task[None] | None = None
-        self._reset()
+        self._err = err or sys.stderr
+        self._status = 0
+        self._figures = ""
 
-    async def hold(self, settings: EngineConfig) -> int:
-        """Talk until the reader ends it; return the exit status."""
-        async with self._factory(settings) as engine:
-            if not engine.has_chat_template:
-                raise UnsupportedError("this model has no chat template: use `repertory generate --raw`", field="model")
-            self._say(f"{_HELP}\n")
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
-            try:
-                while (line := await self._next_line()) is not None:
-                    await self._turn(engine, line.strip())
-            finally:
-                asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-        self._say("\n")
-        return 0
-
-    async def _next_line(self) -> str | None:
-        # Reading a terminal cannot be cancelled: Ctrl-C at the prompt is the terminal's own end of the program.
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+    def hold(self, portal: BlockingPortal, engine: ChatEngine, read_line: ReadLine) -> int:
+        """Talk until there are no more lines; return the exit status: 0, 1 if a turn failed inside, 2 if one was refused."""
+        if not engine.has_chat_template:
+            raise UnsupportedError("this model has no chat template: use `repertory generate --raw`", field="model")
+        if self._on_terminal:
+            self._say(f"{_COMMANDS}\n")
         try:
-            return await anyio.to_thread.run_sync(self._read_line, "> ", abandon_on_cancel=True)
-        except EOFError:
-            return None
-        finally:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
+            while (line := read_line()) is not None:
+                if line.strip() == "/exit":
+                    return self._status
+                self._turn(portal, engine, line.strip())
+        except KeyboardInterrupt:
+            self._leave_prompt()
+            raise
+        self._leave_prompt()
+        return self._status
 
-    async def _turn(self, engine: TextEngine, line: str) -> None:
+    def _turn(self, portal: BlockingPortal, engine: ChatEngine, line: str) -> None:
         match line:
             case "":
-                return
+                pass
             case "/reset":
-                self._reset()
-            case "/exit":
-                raise EOFError
+                self.messages = list(self._beginning)
+            case "/stats":
+                self._say(self._figures + _engine_figures(portal.call(engine.stats)))
+            case _ if line.startswith("/") and len(line.split()) == 1:
+                self._say(f"{_COMMANDS}\n")
             case _:
-                await self._answer(engine, line)
+                self._answer(portal, engine, line)
 
-    async def _answer(self, engine: TextEngine, line: str) -> None:
-        self.messages.append({"role": "user", "content": line})
-        said: list[str] = []
-        self._reply = asyncio.create_task(self._stream(engine, said))
+    def _answer(self, portal: BlockingPortal, engine: ChatEngine, line: str) -> None:
+        turn = [*self.messages, {"role": "user", "content": line}]
+        reply = Reply(self._say)
         try:
-            await self._reply
-        except asyncio.CancelledError:
-            self._say(" [ended]")
-        except RequestError as error:
-            self.messages.pop()
-            self._say(f"[{error}]\n")
+            reply.hear(portal, lambda: engine.generate(turn, self._sampling.params("delta")))
+        except (RequestError, RequestFailedError) as error:
+            self._complain(error)
             return
-        finally:
-            self._reply = None
-        self._say("\n")
-        self.messages.append({"role": "assistant", "content": "".join(said)})
+        self._figures = reply.figures()
+        if reply.text:  # else it was ended before its first word: as if nothing had been asked
+            self.messages = [*turn, {"role": "assistant", "content": reply.text}]
 
-    async def _stream(self, engine: TextEngine, said: list[str]) -> None:
-        async with aclosing(engine.generate(list(self.messages), self.sampling.params("delta"))) as stream:
-            async for output in stream:
-                said.append(output.outputs[0].text)
-                self._say(output.outputs[0].text)
+    def _complain(self, error: RepertoryError) -> None:
+        hint = " (/reset begins a new conversation)" if isinstance(error, NeverFitsError) and len(self.messages) > 1 else ""
+        self._err.write(f"error: {' '.join(str(error).split())}{hint}\n")
+        self._err.flush()
+        if not self._on_terminal:
+            self._status = 1 if isinstance(error, RequestFailedError) else self._status or 2
 
-    def _interrupt(self) -> None:
-        if self._reply is not None:
-            self._reply.cancel()
-
-    def _reset(self) -> None:
-        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+    def _leave_prompt(self) -> None:
+        """What the shell writes next begins on a line of its own."""
+        if self._on_terminal:
+            self._say("\n")
 
     def _say(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+class Reply:
+    """One reply: shown through `say` while it comes, and kept."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.text = ""
+        self._say = say
+        self._num_tokens = 0
+        self._last: RequestOutput | None = None
+        self._scope: anyio.CancelScope | None = None
+
+    def hear(self, portal: BlockingPortal, begin: Callable[[], OutputStream]) -> None:
+        """Show the stream that `begin` starts on the engine's thread, to its end or to Ctrl-C.
+
+        Raises how it was refused, or `RequestFailedError`; and `KeyboardInterrupt` for a second Ctrl-C.
+        """
+        streaming = portal.start_task_soon(self._stream, begin)
+        ending = ""
+        try:
+            try:
+                streaming.result()
+            except KeyboardInterrupt:
+                portal.call(self._stop)
+                streaming.result()
+                ending = " [ended]"
+            if self._last is not None and self._last.outputs[0].finish_reason == "length":
+                ending = " [cut off]"
+        finally:
+            if ending or (self.text and not self.text.endswith("\n")):
+                self._say(f"{ending}\n")
+
+    def figures(self) -> str:
+        """Sizes and times of the reply, as a line; empty where none came."""
+        if self._last is None:
+            return ""
+        prompt, cached = len(self._last.prompt_token_ids), self._last.num_cached_tokens
+        line = f"last reply: {self._num_tokens} tokens to a prompt of {prompt} ({cached} of them cached)"
+        times = self._last.metrics
+        if times is not None and times.first_token is not None and times.last_token is not None:
+            line += f", the first after {times.first_token - times.arrival:.2f} s"
+            if times.last_token > times.first_token:
+                line += f", then {(self._num_tokens - 1) / (times.last_token - times.first_token):.1f} a second"
+        return line + "\n"
+
+    async def _stream(self, begin: Callable[[], OutputStream]) -> None:
+        with anyio.CancelScope() as self._scope:
+            async with aclosing(begin()) as stream:
+                async for output in stream:
+                    self._take(output)
+
+    def _take(self, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        self._last = output
+        self._num_tokens += len(completion.token_ids)
+        self.text += completion.text
+        self._say(completion.text)
+        if completion.finish_reason == "error":
+            raise RequestFailedError(str(completion.stop_reason))
+
+    def _stop(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+def _engine_figures(stats: EngineStats) -> str:
+    blocks = stats.device_blocks
+    asked = stats.prefix_cache_queries
+    return (
+        f"engine: {stats.num_steps} steps, {stats.num_computed_tokens} tokens computed, "
+        f"{stats.prefix_cache_hits} of {asked} prompt tokens found in the cache, "
+        f"{blocks.total - blocks.free} of {blocks.total} KV blocks in use, {stats.num_restarts} restarts\n"
+    )
+
+
+def _terminal_line() -> str | None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` its line editing and history
+    try:
+        return _as_text(lambda: input(_PROMPT))
+    except EOFError:
+        return None
+
+
+def _piped_line() -> str | None:
+    return _as_text(sys.stdin.readline) or None
+
+
+def _as_text(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"standard input: not UTF-8 text (byte {error.start})", field="prompts") from None

@@ -57,6 +57,7 @@ from .policies import load_policy
 from .queues import Queues
 from .reports import Finished, Paused, Preempted, Report
 from .sequence import Sequence, State
+from .sharing import SharedGroups
 
 
 class SchedulerCore:
@@ -74,6 +75,7 @@ class SchedulerCore:
         self.queues = Queues()
         self.gate = Gate(config, self.policy)
         self.pacer = Pacer()
+        self.groups = SharedGroups(capacity.block_size)
         self.histories = Histories()
         self.planner = Planner(
             config,
@@ -194,6 +196,7 @@ class SchedulerCore:
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
         self.pacer.on_sent(draft.load, now)
+        draft.shared_groups = self.groups.of(draft.rows[: draft.num_decodes])
         released, self._released = self._released, []
         return draft.message(released)
 
@@ -342,6 +345,7 @@ class SchedulerCore:
         self._last_step_id = StepId(0)
         self.pacer.reset()
         self.cache = self.planner.cache = self._new_cache()
+        self.groups = SharedGroups(self.capacity.block_size)
         for seq in self._sequences.values():
             seq.holding = self.cache.open(seq.seq_id, seq.admit.cache_salt)
             if seq.state is State.RUNNING:

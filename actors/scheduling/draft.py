@@ -22,6 +22,7 @@ class Draft:
         self.num_tokens: list[int] = []
         self.samples: list[int] = []
         self.copies: list[BlockCopy] = []
+        self.shared_groups: list[tuple[list[int], int]] = []
         self.num_decodes = 0
         self.num_prefills = 0
         self.num_preempted = 0
@@ -94,6 +95,7 @@ class Draft:
             released=released,
             table_edits=edits,
             copies=self.copies,
+            shared_groups=self.shared_groups,
         )
 
 

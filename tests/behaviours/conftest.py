@@ -42,7 +42,7 @@ async def real(tiny_model: Path, log_lines: list[dict]) -> AsyncIterator[Callabl
     async with AsyncExitStack() as stack:
 
         async def open_real(**settings: Any) -> Engine:
-            sizes = {"dtype": "float32", "num_threads": 1, "block_size": 4, "num_device_blocks": 128}
+            sizes = {"worker": "inline", "dtype": "float32", "num_threads": 1, "block_size": 4, "num_device_blocks": 128}
             return await stack.enter_async_context(Engine(model=str(tiny_model), device="cpu", **{**sizes, **settings}))
 
         yield open_real

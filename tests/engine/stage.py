@@ -65,7 +65,8 @@ class Stage:
     async def open(cls, model: str, **settings: Any) -> Stage:
         """An `EngineConfig`'s settings and a `SimulatedExecutor`'s knobs, told apart by name. The device records its steps.
 
-        A device that fails ends the engine, unless `max_restarts` is given. The hash never ends an answer: without `reserved_ids` the end token is not drawn.
+        A device that fails ends the engine, unless `max_restarts` is given. The hash never ends an answer: without
+        `reserved_ids` the end token is not drawn.
         """
         config = {"max_restarts": 0} | {key: value for key, value in settings.items() if key in FIELDS}
         knobs = {key: value for key, value in settings.items() if key not in FIELDS}

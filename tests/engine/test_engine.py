@@ -30,7 +30,7 @@ def device_threads():
 @pytest.fixture
 def engine(paper_model, log_lines):
     """An engine that has not been started."""
-    return Engine(model=str(paper_model), device="simulated")
+    return Engine(model=str(paper_model), device="simulated", worker="inline")
 
 
 # ---- start and end ------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ async def test_somebody_who_cancels_every_task_ends_the_engine_in_order(stage):
     ids=lambda value: str(value)[:30],
 )
 async def test_what_keeps_an_engine_from_starting_is_raised_and_no_thread_stays(paper_model, log_lines, settings, error, words):
-    engine = Engine(**{"model": str(paper_model), "device": "simulated", **settings})
+    engine = Engine(**{"model": str(paper_model), "device": "simulated", "worker": "inline", **settings})
     with pytest.raises(error, match=words):
         await engine.start()
     assert not device_threads()

@@ -36,7 +36,9 @@ def make(paper_model: Path, log_lines, device):
     before = set(threading.enumerate())
 
     def make_llm(**settings):
-        made.append(LLM(model=str(paper_model), open_device=lambda config, model_dir: device, **{"max_restarts": 0, **settings}))
+        made.append(
+            LLM(model=str(paper_model), open_device=lambda config, model_dir: device, **{"max_restarts": 0, **settings})
+        )
         return made[-1]
 
     yield make_llm
@@ -174,10 +176,10 @@ def test_a_closed_llm_says_so(make):
 
 def test_with_and_the_garbage_collector_close_it(paper_model, log_lines):
     before = threading.active_count()
-    with LLM(model=str(paper_model), device="simulated") as llm:
+    with LLM(model=str(paper_model), device="simulated", worker="inline") as llm:
         llm.generate("a", greedy())
     assert threading.active_count() <= before + 1  # tqdm's monitor may have come
-    dropped = LLM(EngineConfig(model=str(paper_model), device="simulated"))
+    dropped = LLM(EngineConfig(model=str(paper_model), device="simulated", worker="inline"))
     del dropped
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name == "repertory-compute"]
@@ -188,7 +190,7 @@ def test_with_and_the_garbage_collector_close_it(paper_model, log_lines):
 )
 def test_what_keeps_it_from_starting_is_raised_as_it_is(paper_model, log_lines, settings, error):
     with pytest.raises(error):
-        LLM(**{"model": str(paper_model), "device": "simulated", **settings})
+        LLM(**{"model": str(paper_model), "device": "simulated", "worker": "inline", **settings})
     assert not [thread for thread in threading.enumerate() if thread.name == "repertory-compute"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -155,10 +156,16 @@ async def test_logits_that_are_not_finite_fail_that_request_alone(stage, step):
     ],
     ids=["text", "chat", "chat in parts", "ids", "5,000 messages"],
 )
-async def test_a_huge_prompt_is_refused_and_the_loop_goes_on_meanwhile(stage, prompt):
+async def test_a_huge_prompt_is_refused_and_the_loop_goes_on_meanwhile(stage, prompt, monkeypatch):
     s = await stage()
     await s.ask([{"role": "user", "content": "warm"}])
-    gaps = []
+    gaps, read, readers = [], PromptReader.read, set()
+
+    def watched_read(reader, prompt):
+        readers.add(threading.current_thread())
+        return read(reader, prompt)
+
+    monkeypatch.setattr(PromptReader, "read", watched_read)
 
     async def turn():
         before = time.monotonic()
@@ -175,7 +182,8 @@ async def test_a_huge_prompt_is_refused_and_the_loop_goes_on_meanwhile(stage, pr
         await s.ask(prompt)
     assert time.monotonic() - started < 2
     turning.cancel()
-    assert max(gaps) < 0.1
+    assert threading.current_thread() not in readers
+    assert max(gaps) < 0.25, "a machine that does other things too: what is on the loop by mistake takes seconds"
     assert answer_of(await running) == s.alone(prompt_of(9), greedy(200))
     await s.check_clean()
 

@@ -1,4 +1,6 @@
 /* Which kernels this CPU, this operating system and this build can run. */
+#include <stdatomic.h>
+
 #include "repertory.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -28,15 +30,18 @@ static bool has_amx(void)
     return tiles && tile_bf16 && vector_bf16 && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
+/* Asked once: under a hypervisor a cpuid instruction takes tens of microseconds. */
 static bool has_level(int64_t level)
 {
-    switch (level) {
-    case BASE: return true;
-    case AVX2: return has_avx2();
-    case AVX512: return has_avx512();
-    case AMX: return has_amx();
-    default: return false;
+    static atomic_int known[NUM_LEVELS]; /* 0: not asked yet, 1: no, 2: yes */
+    if (level < 0 || level >= NUM_LEVELS)
+        return false;
+    int answer = atomic_load_explicit(&known[level], memory_order_relaxed);
+    if (!answer) {
+        bool has = level == BASE || (level == AVX2 && has_avx2()) || (level == AVX512 && has_avx512()) || (level == AMX && has_amx());
+        atomic_store_explicit(&known[level], answer = has ? 2 : 1, memory_order_relaxed);
     }
+    return answer == 2;
 }
 
 const Kernels *find_kernels(int64_t level, bool is_bf16)
