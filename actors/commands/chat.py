@@ -11,11 +11,10 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
-import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from cyclopts import Group, Parameter
 
@@ -29,10 +28,11 @@ from ...protocol.errors import (
     UnsupportedError,
     ValidationError,
 )
-from ...protocol.outputs import EngineStats, RequestOutput
+from ...protocol.outputs import EngineStats
 from ..observing.logs import configure_logging
 from .engine_flags import GROUPS, ConfigFile, engine_flags
-from .generate import OutputStream, SamplingFlags, TextEngine, open_engine
+from .generate import SamplingFlags, TextEngine, open_engine
+from .reply import Reply
 
 _CHAT = Group("Chat", sort_key=1)
 _SAMPLING = Group("Sampling", sort_key=2)
@@ -187,69 +187,6 @@ class Conversation:
     def _say(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
-
-
-class Reply:
-    """One reply: shown through `say` while it comes, and kept."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.text = ""
-        self._say = say
-        self._num_tokens = 0
-        self._last: RequestOutput | None = None
-        self._scope: anyio.CancelScope | None = None
-
-    def hear(self, portal: BlockingPortal, begin: Callable[[], OutputStream]) -> None:
-        """Show the stream that `begin` starts on the engine's thread, to its end or to Ctrl-C.
-
-        Raises how it was refused, or `RequestFailedError`; and `KeyboardInterrupt` for a second Ctrl-C.
-        """
-        streaming = portal.start_task_soon(self._stream, begin)
-        ending = ""
-        try:
-            try:
-                streaming.result()
-            except KeyboardInterrupt:
-                portal.call(self._stop)
-                streaming.result()
-                ending = " [ended]"
-            if self._last is not None and self._last.outputs[0].finish_reason == "length":
-                ending = " [cut off]"
-        finally:
-            if ending or (self.text and not self.text.endswith("\n")):
-                self._say(f"{ending}\n")
-
-    def figures(self) -> str:
-        """Sizes and times of the reply, as a line; empty where none came."""
-        if self._last is None:
-            return ""
-        prompt, cached = len(self._last.prompt_token_ids), self._last.num_cached_tokens
-        line = f"last reply: {self._num_tokens} tokens to a prompt of {prompt} ({cached} of them cached)"
-        times = self._last.metrics
-        if times is not None and times.first_token is not None and times.last_token is not None:
-            line += f", the first after {times.first_token - times.arrival:.2f} s"
-            if times.last_token > times.first_token:
-                line += f", then {(self._num_tokens - 1) / (times.last_token - times.first_token):.1f} a second"
-        return line + "\n"
-
-    async def _stream(self, begin: Callable[[], OutputStream]) -> None:
-        with anyio.CancelScope() as self._scope:
-            async with aclosing(begin()) as stream:
-                async for output in stream:
-                    self._take(output)
-
-    def _take(self, output: RequestOutput) -> None:
-        completion = output.outputs[0]
-        self._last = output
-        self._num_tokens += len(completion.token_ids)
-        self.text += completion.text
-        self._say(completion.text)
-        if completion.finish_reason == "error":
-            raise RequestFailedError(str(completion.stop_reason))
-
-    def _stop(self) -> None:
-        if self._scope is not None:
-            self._scope.cancel()
 
 
 def _engine_figures(stats: EngineStats) -> str:

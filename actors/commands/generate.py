@@ -35,6 +35,8 @@ _DEFAULTS = {"log_level": "warning"}
 _ANY_VOCABULARY = 2**31 - 1
 
 if TYPE_CHECKING:
+    from ..frontends.engine import Engine
+
     EngineFlags = dict[str, Any]
 else:
     # A served engine's settings mean nothing here, and --seed is the requests' own.
@@ -128,7 +130,8 @@ def generate(
     return anyio.run(partial(run, job, settings, factory=open_engine))
 
 
-def open_engine(config: EngineConfig) -> AbstractAsyncContextManager[TextEngine]:
+def open_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    """An engine that is open inside `async with`."""
     from ..frontends.engine import Engine  # brings the model's libraries with it
 
     return Engine(config)

@@ -26,6 +26,7 @@ class Draft:
         self.num_decodes = 0
         self.num_prefills = 0
         self.num_preempted = 0
+        self.num_ending = 0
         self.num_prefill_tokens = 0
         self.num_attended = 0
         self.first_prefill: Sequence | None = None  # the first in order, where prefills are cut into chunks

@@ -72,7 +72,7 @@ class Planner:
         self._decodes(draft, now)
         if draft.num_preempted == num_victims:
             self.reserve.on_step()
-            self._admit(now)
+            self._admit(draft, now)
         suspect = self.running_suspect()
         if suspect is not None and draft.is_only and not draft.rows:
             self._prefill(draft, [suspect])
@@ -111,7 +111,10 @@ class Planner:
     def _decodes(self, draft: Draft, now: float) -> None:
         size = self.cache.block_size
         for seq in list(self.queues.running):
-            if seq.state is not State.RUNNING or seq.is_ending or seq.is_prefilling:
+            if seq.state is not State.RUNNING or seq.is_prefilling:
+                continue
+            if seq.is_ending:
+                draft.num_ending += 1
                 continue
             if seq.length >= seq.credit_length:
                 if not seq.in_flight:
@@ -181,12 +184,13 @@ class Planner:
 
     # ---- 2. admission ---------------------------------------------------------------------------
 
-    def _admit(self, now: float) -> None:
+    def _admit(self, draft: Draft, now: float) -> None:
         queues, limit = self.queues, self.config.running_limit
         num_begun = len(queues.running) + len(queues.recovery)
         may_join = self.gate.opens(now, queues.waiting, num_running=num_begun, limit=limit)
         growth: int | None = None  # counted once a step, and only when somebody asks
-        while len(queues.running) < limit:
+        # Whoever's last token is in flight has no row any more: its slot is free for this step already.
+        while len(queues.running) - draft.num_ending < limit:
             seq = queues.candidate()
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return

@@ -253,3 +253,17 @@ def test_a_request_that_fails_after_it_was_preempted_takes_its_blocks_out_of_the
     world.run()
     world.check_outputs()
     world.check_nothing_is_left()
+
+
+def test_a_foreseen_end_frees_its_slot_for_the_very_next_step() -> None:
+    world = World(blocks=64, block_size=4, max_num_seqs=1, max_steps_in_flight=2)
+    first = world.submit(PROMPT[:4], max_tokens=3)
+    second = world.submit(PROMPT[4:8], max_tokens=1)
+    steps = []
+    while not {first, second} <= set(world.ends):
+        while (step := world.plan()) is not None:
+            steps.append(list(step.seq_ids))
+        world.finish()
+    world.run()
+    assert steps[:4] == [[1], [1], [1], [2]], "the second is in the step after the first one's last"
+    world.check_outputs()
