@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ..protocol.errors import problem_of
 from ..protocol.ids import show_request_id
 from ..protocol.messages import (
     Abort,
@@ -94,7 +95,7 @@ class Scheduler:
             case StepDone():
                 self.core.on_step_done(message, now)
             case Admit():
-                self.core.on_admit(message, now)
+                self._admit(message, now)
             case Abort():
                 self.core.on_abort(message, now)
             case Credit():
@@ -107,6 +108,15 @@ class Scheduler:
                 self.core.on_device_lost(message, now)
             case DeviceReady():
                 self.core.on_device_ready(message)
+
+    def _admit(self, message: Admit, now: float) -> None:
+        try:
+            self.core.on_admit(message, now)
+        except Exception as error:
+            # One request's fault (a policy that cannot rank it) is that request's alone.
+            request_id = show_request_id(message.request_id)
+            self._log.error("request.failed", request_id=request_id, label=message.label, reason=repr(error), exc_info=error)
+            self.core.refuse(message.request_id, problem_of(error))
 
     async def _send_on(self, output: Message) -> None:
         assert isinstance(output, TokensSampled | Refused)

@@ -32,9 +32,9 @@ class Executor(Protocol):
     def run_step(self, step: RunStep) -> StepDone:
         """Run one step to its end and return the sampled tokens.
 
-        A step may have no rows: then it only releases. Order of effects: `released`, `admitted`, `table_edits`, `copies`, then the rows. A row whose
-        logits are not finite is reported in `failed` and samples nothing. Any exception means that
-        the device's state is not to be trusted: the caller ends the epoch.
+        Order of effects: `released`, `admitted`, `table_edits`, `copies`, then the rows. A step may have no
+        rows: then it only releases. A row whose logits are not finite is reported in `failed` and samples
+        nothing. Any exception means that the device's state is not to be trusted: the caller ends the epoch.
         """
         ...
 

@@ -165,6 +165,7 @@ class BlockCopy(Columns, frozen=True):
 class RunStep(Message, frozen=True):
     """One model step. The device applies, in this order: `released`, `admitted`, `table_edits`, `copies`, rows.
 
+    Copies run one after the other in list order: a later one may overwrite the source of an earlier one.
     Row i computes `num_tokens[i]` tokens of sequence `seq_ids[i]` from position `starts[i]` on:
     their KV is written (all rows' before any row attends, in every layer), and where `samples[i]`
     is 1 the next token is drawn from the last one's logits and appended to the sequence's log on
@@ -301,6 +302,8 @@ class TokensSampled(Message, frozen=True):
     sampled_s: float
     opened: list[Open] = []
     ended: list[SequenceEnd] = []
+    preempted: list[tuple[RequestId, int]] = []
+    """Requests that gave their blocks up since the last message, and how often they have by now."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -15,7 +16,15 @@ from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
 from repertory.tests.engine.stage import Stage
 from repertory.tests.tiny_model import make_tiny_model
 
+gc.disable()
+"""Until all tests are collected: on CPython 3.11 a collection in the middle of `ast.parse` can fail it (gh-106905)."""
+
 OpenStage = Callable[..., Awaitable[Stage]]
+
+
+def pytest_collection_finish() -> None:
+    """Every test file has been parsed."""
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -22,20 +22,19 @@ class Reply:
         self._num_tokens = 0
         self._last: RequestOutput | None = None
         self._scope: anyio.CancelScope | None = None
+        self._ended: anyio.Event | None = None
 
     def hear(self, portal: BlockingPortal, begin: Callable[[], OutputStream]) -> None:
         """Show the stream that `begin` starts on the engine's thread, to its end or to Ctrl-C.
 
         Raises how it was refused, or `RequestFailedError`; and `KeyboardInterrupt` for a second Ctrl-C.
         """
-        streaming = portal.start_task_soon(self._stream, begin)
         ending = ""
         try:
             try:
-                streaming.result()
+                portal.call(self._stream, begin)
             except KeyboardInterrupt:
                 portal.call(self._stop)
-                streaming.result()
                 ending = " [ended]"
             if self._last is not None and self._last.outputs[0].finish_reason == "length":
                 ending = " [cut off]"
@@ -57,10 +56,14 @@ class Reply:
         return line + "\n"
 
     async def _stream(self, begin: Callable[[], OutputStream]) -> None:
-        with anyio.CancelScope() as self._scope:
-            async with aclosing(begin()) as stream:
-                async for output in stream:
-                    self._take(output)
+        self._ended = anyio.Event()
+        try:
+            with anyio.CancelScope() as self._scope:
+                async with aclosing(begin()) as stream:
+                    async for output in stream:
+                        self._take(output)
+        finally:
+            self._ended.set()
 
     def _take(self, output: RequestOutput) -> None:
         completion = output.outputs[0]
@@ -71,6 +74,7 @@ class Reply:
         if completion.finish_reason == "error":
             raise RequestFailedError(str(completion.stop_reason))
 
-    def _stop(self) -> None:
-        if self._scope is not None:
+    async def _stop(self) -> None:
+        if self._scope is not None and self._ended is not None:  # else Ctrl-C came before anything began
             self._scope.cancel()
+            await self._ended.wait()

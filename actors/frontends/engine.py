@@ -249,6 +249,8 @@ class Engine:
 
     async def abort(self, request_id: str) -> None:
         """Abort the requests that have this label now. Unknown labels are a no-op; later requests are not touched."""
+        if self._death is not None:
+            return
         company = self._living()
         for found in company.dispatcher.labelled(request_id):
             await company.submissions.post(Abort(found))

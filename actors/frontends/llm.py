@@ -34,6 +34,7 @@ class LLM:
 
     def __init__(self, config: EngineConfig | None = None, **settings: Any) -> None:
         engine = Engine(config, **settings)
+        self._limit: anyio.CapacityLimiter | None = None  # shared by calls from several threads; made on the loop
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal("asyncio"))
             self.engine = stack.enter_context(self._portal.wrap_async_context_manager(engine))
@@ -96,7 +97,7 @@ class LLM:
         finals = [msgspec.structs.replace(one, output_kind="final_only") for one in params]
         resolved = await anyio.to_thread.run_sync(engine.resolve_all, prompts, finals)
         outputs: list[RequestOutput | None] = [None] * len(prompts)
-        limit = anyio.CapacityLimiter(max(1, engine.config.max_num_queued))
+        limit = self._limit = self._limit or anyio.CapacityLimiter(engine.config.max_num_queued + engine.config.running_limit)
         with tqdm(total=len(prompts), unit="prompt", disable=not (use_tqdm and sys.stderr.isatty())) as bar:
             meter = _Meter(bar)
 

@@ -100,6 +100,7 @@ class SchedulerCore:
         self._ended: list[SequenceEnd] = []
         self._reports: list[Report] = []
         self._sampled: list[TokensSampled] = []
+        self._preempted: dict[RequestId, int] = {}
         self._last_seq_id = 0
         self._last_step_id = StepId(0)
         self._planned_s = float("-inf")
@@ -111,10 +112,11 @@ class SchedulerCore:
         try:
             self._check_admissible(message)
         except (NeverFitsError, QueueFullError, EngineDrainingError) as error:
-            self._refused.append(Refused(message.request_id, problem_of(error)))
+            self.refuse(message.request_id, problem_of(error))
             return
-        self._last_seq_id += 1
-        seq_id = SequenceId(self._last_seq_id)
+        seq_id = SequenceId(self._last_seq_id + 1)
+        rank = (self.policy.priority_class(message), seq_id)  # a policy may be anybody's: nothing has changed yet if it raises
+        self._last_seq_id = seq_id
         wanted = message.params.max_tokens
         room = self.max_length if wanted is None else len(message.token_ids) + wanted
         seq = Sequence(
@@ -122,7 +124,7 @@ class SchedulerCore:
             message,
             self.cache.open(seq_id, message.cache_salt),
             max_length=min(self.max_length, room),
-            rank=(self.policy.priority_class(message), seq_id),
+            rank=rank,
         )
         seq.queued_s = now
         if message.params.output_kind != "final_only":
@@ -131,12 +133,18 @@ class SchedulerCore:
         self._sequences[seq_id] = seq
         self.queues.add_waiting(seq)
 
+    def refuse(self, request_id: RequestId, problem: Problem) -> None:
+        """End a request that was never queued."""
+        self._refused.append(Refused(request_id, problem))
+
     def _check_admissible(self, message: Admit) -> None:
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
         check_fits(len(message.token_ids), self.capacity)
-        if len(self.queues.waiting) >= self.config.max_num_queued:
-            raise QueueFullError(f"{len(self.queues.waiting)} requests are waiting already (max_num_queued)")
+        queues = self.queues
+        num_free = max(0, self.config.running_limit - len(queues.running) - len(queues.recovery))
+        if len(queues.waiting) - num_free >= self.config.max_num_queued:
+            raise QueueFullError(f"{len(queues.waiting)} requests are waiting already (max_num_queued)")
 
     def on_abort(self, message: Abort, now: float) -> None:
         """End a request. Unknown and ended ids are a no-op."""
@@ -276,7 +284,8 @@ class SchedulerCore:
             self._append(seq, token, message.step_id, now)
         ended, self._ended = self._ended, []
         if token_ids or ended:
-            self._sampled.append(TokensSampled(request_ids, token_ids, now, opened=opened, ended=ended))
+            preempted, self._preempted = list(self._preempted.items()), {}
+            self._sampled.append(TokensSampled(request_ids, token_ids, now, opened=opened, ended=ended, preempted=preempted))
 
     def _append(self, seq: Sequence, token: int, step_id: StepId, now: float) -> None:
         seq.log.append(token)
@@ -378,6 +387,7 @@ class SchedulerCore:
         del self._requests[seq.request_id]
         del self._sequences[seq.seq_id]
         self.planner.suspects.pop(seq.seq_id, None)
+        self._preempted.pop(seq.request_id, None)
         end = SequenceEnd(
             seq.request_id, reason, stop_token_id=stop_token_id, problem=problem, num_preemptions=seq.num_preemptions
         )
@@ -393,6 +403,7 @@ class SchedulerCore:
     def _on_preempt(self, seq: Sequence, freed: int) -> None:
         self._leave_device(seq)
         self.num_preemptions["recompute"] += 1
+        self._preempted[seq.request_id] = seq.num_preemptions
         self._reports.append(Preempted(seq.request_id, "recompute", len(seq.log), freed, seq.num_preemptions))
 
     def _on_pause(self, seq: Sequence) -> None:

@@ -37,4 +37,11 @@ class Histories:
 def replay(seq: Sequence, opening: Open, now: float, end: SequenceEnd | None = None) -> TokensSampled:
     """All that has been sampled for `seq`, as one message."""
     tokens = seq.log.tolist(seq.num_prompt_tokens)
-    return TokensSampled([seq.request_id] * len(tokens), tokens, now, opened=[opening], ended=[] if end is None else [end])
+    return TokensSampled(
+        [seq.request_id] * len(tokens),
+        tokens,
+        now,
+        opened=[opening],
+        ended=[] if end is None else [end],
+        preempted=[(seq.request_id, seq.num_preemptions)],
+    )

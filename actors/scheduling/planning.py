@@ -236,10 +236,10 @@ class Planner:
             left -= self._chunk(draft, seq, left)
         if left and others:
             left -= self._go_on(draft, first, left)
-        for seq in draft.may_wait:
+        for seq in list(draft.may_wait):
             if left == 0 or not self._takes_more(draft):
                 break
-            left -= self._compute(draft, seq, min(left, seq.num_remaining))
+            left -= self._chunk(draft, seq, left)
 
     def _go_on(self, draft: Draft, first: Sequence, left: int) -> int:
         """The others could not use their half: the first goes on, unless another row computes what it needs."""
@@ -287,7 +287,8 @@ class Planner:
         advance = self._look_up(draft, seq)
         if advance.must_wait or self._follows(seq, draft.first_prefill):
             return 0
-        if advance.may_wait:
+        if advance.may_wait and seq.waited_for != seq.holding.num_tree_blocks:
+            seq.waited_for = seq.holding.num_tree_blocks  # once for each block: steady traffic must not hold it back
             draft.may_wait.append(seq)
             return 0
         return self._compute(draft, seq, min(allowance, seq.num_remaining))

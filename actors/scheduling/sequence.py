@@ -63,6 +63,7 @@ class Sequence:
         "state",
         "stop_ids",
         "void_until",
+        "waited_for",
     )
 
     def __init__(self, seq_id: SequenceId, admit: Admit, holding: Holding, *, max_length: int, rank: tuple[int, int]) -> None:
@@ -80,6 +81,7 @@ class Sequence:
         self.num_computed = 0
         self.in_flight = 0
         self.void_until = StepId(0)  # what this step and earlier ones sampled for it is dropped
+        self.waited_for = -1  # block for which it last waited to copy rather than compute
         self.is_on_device = False
         self.has_gained = True  # a token since it was last brought back
         self.counts_hits = True  # until it is first set back: what it finds then may be its own

@@ -61,6 +61,9 @@ class DetokenizerCore:
             failure = self._open(opening)
             if failure is not None:
                 self._add(failure, ends, deltas, aborts)
+        for request_id, num_preemptions in message.preempted:
+            if request_id in self._live:
+                self._live[request_id].num_preemptions = num_preemptions
         for request_id, token_ids in _by_request(message).items():
             live = self._live.get(request_id)
             if live is None:
@@ -117,13 +120,14 @@ class DetokenizerCore:
 class _Live:
     """A request between its `Open` and its terminal."""
 
-    __slots__ = ("first_token_s", "last_token_s", "machine", "opening")
+    __slots__ = ("first_token_s", "last_token_s", "machine", "num_preemptions", "opening")
 
     def __init__(self, machine: TextMachine, opening: Open) -> None:
         self.machine = machine
         self.opening = opening
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.num_preemptions = 0
 
     def advance(self, token_ids: list[int], end: SequenceEnd | None, sampled_s: float) -> TextDelta:
         """Take ids and perhaps the scheduler's end; a stop string complete by then wins over the end."""
@@ -138,12 +142,13 @@ class _Live:
             text, stop = text + rest.text, rest.stop
         if num_tokens < len(token_ids):
             token_ids = token_ids[:num_tokens]
-        preemptions = end.num_preemptions if end is not None else 0
+        if end is not None:
+            self.num_preemptions = end.num_preemptions
         if stop is not None:
-            return self._terminal(text, token_ids, "stop", stop_reason=stop, metrics=self._metrics(sampled_s, preemptions))
+            return self._terminal(text, token_ids, "stop", stop_reason=stop, metrics=self._metrics(sampled_s))
         if end is not None:
             stop_reason = end.problem.message if end.problem is not None else end.stop_token_id
-            metrics = self._metrics(sampled_s, preemptions)
+            metrics = self._metrics(sampled_s)
             return self._terminal(
                 text, token_ids, end.finish_reason, stop_reason=stop_reason, problem=end.problem, metrics=metrics
             )
@@ -190,7 +195,7 @@ class _Live:
             self.first_token_s = sampled_s
         self.last_token_s = sampled_s
 
-    def _metrics(self, finished_s: float | None, num_preemptions: int = 0) -> Metrics:
+    def _metrics(self, finished_s: float | None) -> Metrics:
         """`arrival` is when the request was queued: the frontend, which knows better, replaces it."""
         queued_s = self.opening.queued_s
         return Metrics(
@@ -200,7 +205,7 @@ class _Live:
             first_token=self.first_token_s,
             last_token=self.last_token_s,
             finished=finished_s,
-            num_preemptions=num_preemptions,
+            num_preemptions=self.num_preemptions,
         )
 
 

@@ -161,7 +161,9 @@ class KernelPath:
         if len(plan.groups):
             self._room("state", len(plan.decodes) * config.num_heads, config.head_dim + lib.STATE_EXTRA, torch.float32)
         depth = max(config.hidden_size, config.intermediate_size, heads)
-        model.scratch_bytes = self._library.scratch_bytes(config.num_heads, config.head_dim, plan.longest_run, depth)
+        model.scratch_bytes = self._library.scratch_bytes(
+            config.num_heads, config.num_kv_heads, config.head_dim, plan.longest_run, depth
+        )
         model.scratch = self._room("scratch", self._threads, model.scratch_bytes, torch.uint8)
 
     def _room(self, name: str, rows: int, width: int, dtype: torch.dtype) -> int:

@@ -178,7 +178,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "source_hash": (c_char_p, ()),
     "has_kernels": (c_int64, (c_int64, c_int64)),
     "panel_columns": (c_int64, (c_int64, c_int64)),
-    "scratch_bytes": (c_int64, (c_int64,) * 4),
+    "scratch_bytes": (c_int64, (c_int64,) * 5),
     "pack": (None, (c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64)),
     "run_linear": (None, (c_int64, c_int64, c_void_p, c_void_p)),
     "run_rms_norm": (None, (c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_double)),

@@ -39,8 +39,8 @@ ROWS: dict[str, tuple[float | None, str, str, str, str]] = {
     "match, half of it cached": (None, "15 (Rust 7.0)", "13", "-", "-"),
     "match, nothing cached": (None, "7.6", "4.6", "3.4", "3.7"),
     "insert 4,096 tokens into the tree": (40, "49 (Rust 36)", "36", "241 + hashing 470", "587"),
-    "a new sequence: open, admit, grow, enter": (None, "-", "-", "-", "-"),
-    "a half cached one: the same": (None, "-", "-", "-", "-"),
+    "a sequence: open, admit, grow, enter": (None, "-", "-", "-", "-"),
+    "the same, half of it cached": (None, "-", "-", "-", "-"),
     "lock": (1, "1.9 (Rust 1.8)", "0.6", "-", "-"),
     "unlock": (None, "1.8", "0.5", "22", "19"),
     "evict 16 tokens": (5, "95, drops 2,048", "179, drops 2,048", "0.5, drops 16", "-"),
@@ -92,7 +92,7 @@ class Bench:
             microseconds, cached = self._enter(log)
             (half if cached else new).append(microseconds)
         new += [self._enter(TokenLog(self._tokens(NUM_TOKENS)))[0] for _ in range(PROBES // 2)]
-        return {"a new sequence: open, admit, grow, enter": p50(new), "a half cached one: the same": p50(half or new)}
+        return {"a sequence: open, admit, grow, enter": p50(new), "the same, half of it cached": p50(half or new)}
 
     def matching(self) -> dict[str, float]:
         """Look up logs that are cached whole, by half, not at all."""

@@ -67,7 +67,7 @@ async def test_it_opens_runs_steps_in_order_and_closes_without_a_trace(model_dir
     assert capacity.num_device_blocks == 16
     assert pid is not None
     assert folder is not None
-    assert oct(Path(folder).stat().st_mode)[-3:] == "700"
+    assert oct(os.stat(folder).st_mode)[-3:] == "700"
     device.send(step(1, start=0, count=3, admitted=True), None)
     device.send(step(2, start=3, count=1), None)
     await until(lambda: len(answers) == 2)
@@ -76,7 +76,7 @@ async def test_it_opens_runs_steps_in_order_and_closes_without_a_trace(model_dir
     await device.aclose()
     await device.aclose()
     assert is_gone(pid)
-    assert not Path(folder).exists()
+    assert not os.path.exists(folder)
 
 
 async def test_a_model_that_cannot_be_loaded_is_reported_in_the_childs_words(tmp_path: Path) -> None:
@@ -175,4 +175,4 @@ async def test_the_host_does_not_outlive_a_parent_that_is_killed(model_dir: Path
         parent.kill()
         await parent.wait()
         await until(lambda pid=int(pid_text): is_gone(pid))  # type: ignore[misc]
-        assert not Path(folder).exists()
+        assert not os.path.exists(folder)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
 from repertory.gpu.simulated import SimulatedExecutor
 from repertory.protocol.messages import BlockCopy, Fences, NewRow, RunStep, StepDone, TableEdit
 from repertory.protocol.sampling import SamplingParams

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from repertory.gpu.simulated import MemoryFault, SimulatedExecutor
 from repertory.protocol.messages import Fences, NewRow, RunStep, TableEdit
 from repertory.protocol.sampling import SamplingParams

@@ -11,6 +11,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from repertory.gpu.simulated import SimulatedExecutor
 from repertory.protocol.messages import Fences, NewRow, RunStep
 from repertory.protocol.sampling import SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from repertory.gpu.simulated.contents import HISTORY, NAMESPACE, POSITION, TOKEN, Contents
 from repertory.gpu.simulated.memory import MemoryFault, SimulatedMemory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from repertory.gpu.simulated import open_simulated
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.errors import ConfigError, ModelLoadError

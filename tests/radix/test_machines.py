@@ -225,9 +225,11 @@ class CacheMachine(RuleBasedStateMachine):
         seq.num_computed = found
 
     @precondition(lambda self: any(map(self._holds, self.seqs)))
-    @rule(index=INDEX)
-    def preempt(self, index):
+    @rule(index=INDEX, keep=st.booleans())
+    def preempt(self, index, keep):
         seq_id = self._pick(index, self._holds)
+        if keep:
+            self._keep(seq_id)
         holding = self.seqs[seq_id].holding
         available, freed = self.cache.num_available, self.cache.num_freed_by(holding)
         self.cache.release(holding)
@@ -235,9 +237,20 @@ class CacheMachine(RuleBasedStateMachine):
         self._forget(seq_id)
 
     @precondition(lambda self: self.seqs)
-    @rule(index=INDEX)
-    def end(self, index):
-        self._close(self._pick(index, lambda _: True))
+    @rule(index=INDEX, keep=st.booleans())
+    def end(self, index, keep):
+        seq_id = self._pick(index, lambda _: True)
+        if keep and self._holds(seq_id):
+            self._keep(seq_id)
+        self._close(seq_id)
+
+    def _keep(self, seq_id):
+        """Make cache of what became full and known since its last row."""
+        seq = self.seqs[seq_id]
+        full = min(seq.num_computed, len(seq.log)) // self.size
+        if full > seq.holding.num_tree_blocks:
+            self.cache.enter(seq.holding, seq.log, full * self.size, full * self.size)
+            self._entered(seq_id, seq, full * self.size, full * self.size)
 
     def _close(self, seq_id):
         holding = self.seqs[seq_id].holding

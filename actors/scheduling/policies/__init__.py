@@ -16,6 +16,9 @@ from typing import Protocol
 from ....protocol.errors import ConfigError
 from ....protocol.messages import Admit
 
+GROUP = "repertory.policies"
+"""The entry point group of other packages' policies."""
+
 
 class SchedulingPolicy(Protocol):
     """What the scheduler asks. Pure: the same answers for the same arguments."""
@@ -31,23 +34,25 @@ class SchedulingPolicy(Protocol):
 
 def installed_policies() -> list[str]:
     """Names `scheduling_policy` accepts."""
-    own = [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__)]
-    return sorted({*own, *(point.name for point in entry_points(group="repertory.policies"))})
+    return sorted({*_own_policies(), *(point.name for point in entry_points(group=GROUP))})
 
 
 def load_policy(name: str) -> SchedulingPolicy:
     """The policy called `name`. Raises `ConfigError` with a suggestion when there is none."""
-    names = installed_policies()
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"scheduling_policy {name!r} is not installed (there are: {', '.join(names)}){hint}", key="scheduling_policy"
-        )
-    for point in entry_points(group="repertory.policies"):
+    if name in _own_policies():
+        own: SchedulingPolicy = importlib.import_module(f".{name.replace('-', '_')}", __name__).Policy()
+        return own
+    for point in entry_points(group=GROUP):
         if point.name == name:
             policy: SchedulingPolicy = point.load()()
             return policy
-    module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
-    own: SchedulingPolicy = module.Policy()
-    return own
+    names = installed_policies()
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        f"scheduling_policy {name!r} is not installed (there are: {', '.join(names)}){hint}", key="scheduling_policy"
+    )
+
+
+def _own_policies() -> list[str]:
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__)]

@@ -3,7 +3,7 @@
  * Idea. A row is bound by reading its keys and values, so the walk follows memory: runs of 64 keys, within a run all heads,
  * within a head all queries of its group. The softmax is kept open (maximum, sum, weighted values) from run to run, and may
  * start from the state that a group's shared keys left. Traffic: K and V of the context once. The same place of the next run
- * is fetched while this one is computed.
+ * is fetched while this one is computed, in the order of addresses.
  */
 
 typedef struct {
@@ -22,18 +22,34 @@ static void FN(find_run)(FN(Keys) * run, const Attention *a, const int32_t *tabl
     }
 }
 
-static inline void FN(fetch)(const element *row, int64_t width)
+/* Lines of a run still to be fetched: rows of keys, then rows of values. */
+typedef struct {
+    const FN(Keys) *run;
+    int row;
+    int64_t at, offset, width; /* elements */
+} FN(Fetch);
+
+static inline void FN(fetch_lines)(FN(Fetch) *f, int count)
 {
-    for (int64_t i = 0; i < width; i += 64 / sizeof(element))
-        __builtin_prefetch(row + i, 0, 2);
+    for (; count > 0 && f->row < 2 * f->run->count; count--) {
+        const element *row = f->row < f->run->count ? f->run->key[f->row] : f->run->value[f->row - f->run->count];
+        __builtin_prefetch(row + f->offset + f->at, 0, 2);
+        f->at += 64 / sizeof(element);
+        if (f->at >= f->width) {
+            f->at = 0;
+            f->row++;
+        }
+    }
 }
 
-/* One query head over one run. `query` is scaled, `state` is [head_dim + STATE_EXTRA]. */
-static inline void FN(attend_head)(const FN(Keys) * run, int64_t offset, const float *query, float *state, int64_t dim)
+/* One query head over one run. `query` is scaled, `state` is [head_dim + STATE_EXTRA]. Fetches `lines` a key. */
+static inline void FN(attend_head)(const FN(Keys) * run, int64_t offset, const float *query, float *state, int64_t dim,
+                                   FN(Fetch) *fetch, int lines)
 {
     float scores[RUN_KEYS];
     for (int i = 0; i < run->count; i++) {
         vf sum = vf_set1(0);
+        FN(fetch_lines)(fetch, lines);
         for (int64_t d = 0; d < dim; d += LANES)
             sum = vf_fma(vf_load_f32(query + d), LOAD(run->key[i] + offset + d), sum);
         scores[i] = vf_sum(sum);
@@ -68,6 +84,8 @@ static void FN(attend_row)(const Attention *a, const int32_t *tables, const Deco
                            int64_t last_head, const float *queries, float *states)
 {
     const int64_t dim = a->head_dim, group = a->num_heads / a->num_kv_heads;
+    /* So many that a run is fetched while one like it is computed. */
+    const int lines = (2 * dim * sizeof(element) + 64 * group - 1) / (64 * group);
     FN(Keys) runs[2];
     FN(find_run)(&runs[0], a, tables + row->table, row->shared, row->context);
     for (int64_t first = row->shared, turn = 0; first < row->context; first += RUN_KEYS, turn ^= 1) {
@@ -78,14 +96,9 @@ static void FN(attend_row)(const Attention *a, const int32_t *tables, const Deco
             FN(find_run)(ahead, a, tables + row->table, first + RUN_KEYS, row->context);
         else if (next)
             FN(find_run)(ahead, a, tables + next->table, next->shared, next->context);
-        for (int64_t h = first_head; h < last_head; h++) {
-            for (int i = 0; i < ahead->count; i++) {
-                FN(fetch)(ahead->key[i] + h * dim, dim);
-                FN(fetch)(ahead->value[i] + h * dim, dim);
-            }
-            for (int64_t g = h * group; g < (h + 1) * group; g++)
-                FN(attend_head)(run, h * dim, queries + g * dim, states + g * (dim + STATE_EXTRA), dim);
-        }
+        FN(Fetch) fetch = {ahead, 0, 0, first_head * dim, (last_head - first_head) * dim};
+        for (int64_t g = first_head * group; g < last_head * group; g++)
+            FN(attend_head)(run, g / group * dim, queries + g * dim, states + g * (dim + STATE_EXTRA), dim, &fetch, lines);
     }
 }
 

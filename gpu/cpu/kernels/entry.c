@@ -22,12 +22,14 @@ EXPORT void pack(int64_t level, int64_t is_bf16, const void *weights, void *pack
 }
 
 /* Scratch for each thread, in bytes, when runs have at most `keys` keys and linear layers at most `depth` inputs. */
-EXPORT int64_t scratch_bytes(int64_t num_heads, int64_t head_dim, int64_t keys, int64_t depth)
+EXPORT int64_t scratch_bytes(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t keys, int64_t depth)
 {
+    enum { PACK_BYTES = 40 << 10, COPIED_KEYS = 64 }; /* see amx_decode.h */
     const int64_t padded = (keys + 64) / 64 * 64 + 64;
     const int64_t run = (2 * padded + 4 * 64) * head_dim * sizeof(float);
     const int64_t rows = ((256 << 10) + 32 * depth) * sizeof(float);
-    const int64_t decode = (2 * num_heads * (head_dim + STATE_EXTRA)) * sizeof(float) + 2 * 64 * 512 * sizeof(bf16);
+    const int64_t decode = 2 * num_heads * (head_dim + STATE_EXTRA) * sizeof(float) + num_kv_heads * PACK_BYTES +
+                           2 * COPIED_KEYS * num_kv_heads * head_dim * sizeof(bf16);
     const int64_t most = run > rows ? (run > decode ? run : decode) : (rows > decode ? rows : decode);
     return (most + 4095) / 4096 * 4096;
 }
