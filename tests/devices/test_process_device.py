@@ -59,6 +59,10 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+def is_removed(folder: str) -> bool:
+    return not Path(folder).exists()
+
+
 async def test_it_opens_runs_steps_in_order_and_closes_without_a_trace(model_dir: Path) -> None:
     answers: list[StepDone] = []
     device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=answers.append)
@@ -76,7 +80,7 @@ async def test_it_opens_runs_steps_in_order_and_closes_without_a_trace(model_dir
     await device.aclose()
     await device.aclose()
     assert is_gone(pid)
-    assert not os.path.exists(folder)
+    assert is_removed(folder)
 
 
 async def test_a_model_that_cannot_be_loaded_is_reported_in_the_childs_words(tmp_path: Path) -> None:
@@ -175,4 +179,4 @@ async def test_the_host_does_not_outlive_a_parent_that_is_killed(model_dir: Path
         parent.kill()
         await parent.wait()
         await until(lambda pid=int(pid_text): is_gone(pid))  # type: ignore[misc]
-        assert not os.path.exists(folder)
+        assert is_removed(folder)
