@@ -1,13 +1,14 @@
 """The Detokenizer: sampled tokens to text, and the one place a request's terminal comes from.
 
-Its core can be made anew at any moment. `told` is the account that survives a crash: for every open
-request, how much of its text and tokens has been handed over. The new core gets each request's tokens
-again from the scheduler (`Resend`) and keeps to itself what has been handed over already.
+Its core can be made anew at any moment. Two accounts survive a crash: `told`, for every open request how
+much of its text and tokens has been handed over, and `over`, whose terminals have been. The new core gets
+the tokens of each open request again from the scheduler (`Resend`) and keeps to itself what has been handed
+over already.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +19,7 @@ from ..protocol.ids import RequestId
 from ..protocol.messages import Closed, Refused, Resend, TextDelta, TextOut, Tokenized, TokensSampled
 from .mailbox import Mailbox
 from .scheduler import SchedulerInbox
-from .text.detokenizer_core import DetokenizerCore
+from .text.detokenizer_core import REMEMBERED, DetokenizerCore
 
 RETRY_S = 0.01
 
@@ -47,11 +48,13 @@ class Detokenizer:
         self.inbox = inbox
         self.core = DetokenizerCore(tokenizer)
         self.told: dict[RequestId, Told] = {}
+        self.over: OrderedDict[RequestId, None] = OrderedDict()
         self._tokenizer = tokenizer
         self._frontend = frontend
         self._scheduler = scheduler
         self._batch: deque[TokensSampled | Refused] = deque()
         self._replayed: dict[RequestId, Told] = {}
+        self._asked: set[RequestId] = set()
         # The scheduler may be waiting for room in our inbox: never wait for room in its. A few a request at most.
         self._unsent: deque[SchedulerInbox] = deque()
 
@@ -70,11 +73,15 @@ class Detokenizer:
     async def recover(self) -> None:
         """A new core. Whatever was open is asked for again; the message that was at hand is not handled twice."""
         culprit = self._batch.popleft() if self._batch else None
-        self.core = DetokenizerCore(self._tokenizer, closed=self.core.closed, awaited=self.told)
+        self.core = DetokenizerCore(self._tokenizer, closed=self.over, awaited=self.told)
         self._replayed = dict(self.told)
-        self._unsent.extend(Resend(request_id) for request_id in self.told)
+        if isinstance(culprit, TokensSampled):
+            self._asked.difference_update(opening.request_id for opening in culprit.opened)
+        # What an earlier crash asked for and has not come yet is on its way: twice told would be twice handed over.
+        self._unsent.extend(Resend(request_id) for request_id in self.told if request_id not in self._asked)
+        self._asked.update(self.told)
         for request_id in _unopened(culprit):
-            if request_id not in self.told:
+            if request_id not in self.told and request_id not in self.over:
                 problem = Problem("RequestFailedError", "the detokenizer failed at this request's end")
                 await self._hand_over([TextDelta(request_id, "", [], "error", problem.message, problem)])
 
@@ -84,37 +91,42 @@ class Detokenizer:
                 self.told.setdefault(opening.request_id, NOTHING)
             deltas, aborts = self.core.on_tokens(message)
             self._unsent.extend(aborts)
+            self._asked.difference_update(opening.request_id for opening in message.opened)
         else:
             deltas = self.core.on_refused(message)
         await self._hand_over(deltas)
 
     async def _hand_over(self, deltas: list[TextDelta]) -> None:
         if self._replayed:
-            deltas = [self._unheard(delta) for delta in deltas]
+            deltas = [unheard for delta in deltas if (unheard := self._unheard(delta)) is not None]
         if not deltas:
             return
+        await self._frontend.post(TextOut(deltas))
         closed = []
         for delta in deltas:
             if delta.finish_reason is not None:
                 closed.append(delta.request_id)
                 self.told.pop(delta.request_id, None)
+                self.over[delta.request_id] = None
             else:
                 before = self.told[delta.request_id]
                 self.told[delta.request_id] = Told(
                     before.num_characters + len(delta.text), before.num_tokens + len(delta.token_ids)
                 )
-        await self._frontend.post(TextOut(deltas))
         if closed:
             self._unsent.append(Closed(closed))
+            while len(self.over) > REMEMBERED:
+                self.over.popitem(last=False)
 
-    def _unheard(self, delta: TextDelta) -> TextDelta:
-        """A replayed delta without what was handed over before the crash."""
+    def _unheard(self, delta: TextDelta) -> TextDelta | None:
+        """A replayed delta without what was handed over before the crash; None when nothing is left of it."""
         heard = self._replayed.pop(delta.request_id, None)
         if heard is None:
             return delta
-        return msgspec.structs.replace(
-            delta, text=delta.text[heard.num_characters :], token_ids=delta.token_ids[heard.num_tokens :]
-        )
+        text, token_ids = delta.text[heard.num_characters :], delta.token_ids[heard.num_tokens :]
+        if not text and not token_ids and delta.finish_reason is None:
+            return None
+        return msgspec.structs.replace(delta, text=text, token_ids=token_ids)
 
 
 def _unopened(message: TokensSampled | Refused | None) -> list[RequestId]:

@@ -26,7 +26,6 @@ def check_buildable(config: EngineConfig) -> None:
         ("target_itl_ms", None),
         ("quantization", None),
         ("kv_cache_dtype", "auto"),
-        ("attention_backend", "auto"),
         ("speculative_window", 0),
         ("trace_file", None),
     ):

@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from ..protocol.errors import RequestError, problem_of
 from ..protocol.ids import RequestId, show_request_id
-from ..protocol.messages import Abort, Admit, Refused, Submit, TextOut, Tokenized, TokensSampled
+from ..protocol.messages import Abort, Admit, Message, Refused, Submit, TextOut, Tokenized, TokensSampled
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .resolving import Resolver
@@ -44,20 +44,24 @@ class Tokenizer:
         self._frontend = frontend
         self._reading: dict[RequestId, Submit] = {}
         self._batch: deque[Submit | Abort] = deque()
+        # What is decided is written down here before it is sent: a crash while somebody waits for room loses nothing.
+        self._unsent: deque[tuple[Mailbox[Any], Message]] = deque()
+        self._sending = anyio.Lock(fast_acquire=True)
         self._log = logger("tokenizer")
         self._short = anyio.CapacityLimiter(1)
         self._long = anyio.CapacityLimiter(1)
 
     @property
     def num_reading(self) -> int:
-        """Requests being read right now."""
-        return len(self._reading)
+        """Requests that have not left here yet."""
+        return len(self._reading) + len(self._unsent)
 
     async def run(self) -> None:
         """Serve until cancelled."""
         async with anyio.create_task_group() as readers:
             for submit in list(self._reading.values()):
                 readers.start_soon(self._read, submit)  # what a crash interrupted
+            await self._send_all()
             while True:
                 if not self._batch:
                     self._batch.extend(await self.inbox.take())
@@ -74,11 +78,11 @@ class Tokenizer:
 
     async def on_abort(self, message: Abort) -> None:
         """End the request here if it is still being read; else it is the scheduler's to end."""
-        if message.request_id in self._reading:
-            del self._reading[message.request_id]
-            await self._detokenizer.post(Refused(message.request_id))
+        if self._reading.pop(message.request_id, None) is not None:
+            self._unsent.append((self._detokenizer, Refused(message.request_id)))
         else:
-            await self._scheduler.post(message)
+            self._unsent.append((self._scheduler, message))
+        await self._send_all()
 
     async def _read(self, submit: Submit) -> None:
         try:
@@ -89,28 +93,42 @@ class Tokenizer:
             return
         if submit.request_id in self._reading:
             await self._frontend.post(tokenized)
-        if submit.request_id in self._reading:
-            # From here on an `Abort` follows the `Admit` through the same box, so it cannot come before it.
-            del self._reading[submit.request_id]
-            await self._scheduler.post(admit)
+        if self._reading.pop(submit.request_id, None) is not None:
+            # From here on an `Abort` follows the `Admit` through the same queue, so it cannot come before it.
+            self._unsent.append((self._scheduler, admit))
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        """Send what is decided, in order, waiting for room where a box is full."""
+        async with self._sending:
+            while self._unsent:
+                box, message = self._unsent[0]
+                await box.post(message)
+                self._unsent.popleft()
 
     def _resolve(self, submit: Submit) -> tuple[Tokenized, Admit]:
         if submit.request_id not in self._reading:
             # Aborted while it stood in line: its work is not done. (The set is only read here.)
             raise RequestError("aborted")
-        return self.resolver.resolve(submit)
+        try:
+            return self.resolver.resolve(submit)
+        except Exception:
+            raise
+        except BaseException as error:
+            # A panic of the tokenizer's Rust code is no `Exception`; left alone it would end everything.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def _refuse(self, submit: Submit, error: Exception) -> None:
-        if submit.request_id not in self._reading:
+        if self._reading.pop(submit.request_id, None) is None:
             return
-        del self._reading[submit.request_id]
         request_id = show_request_id(submit.request_id)
         if isinstance(error, RequestError):
             field = getattr(error, "field", None)
             self._log.info("request.refused", request_id=request_id, label=submit.label, reason=str(error), field=field)
         else:
             self._log.error("request.failed", request_id=request_id, label=submit.label, reason=repr(error), exc_info=error)
-        await self._detokenizer.post(Refused(submit.request_id, problem_of(error)))
+        self._unsent.append((self._detokenizer, Refused(submit.request_id, problem_of(error))))
+        await self._send_all()
 
 
 def _is_short(prompt: Any) -> bool:

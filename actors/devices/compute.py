@@ -86,7 +86,7 @@ class ComputeThread:
         try:
             done: StepDone | StepFailed = executor.run_step(step)
             done = msgspec.structs.replace(done, num_sequences=executor.num_sequences)
-        except Exception as error:
+        except BaseException as error:  # whatever it is: without an answer everybody would wait for ever
             done = StepFailed(step.epoch, step.step_id, problem_of(error))
         self._tell(self._on_message, done)
         return isinstance(done, StepDone)

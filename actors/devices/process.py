@@ -12,6 +12,7 @@ said has been read: a late reader is not a dead sender.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import os
 import shutil
@@ -45,8 +46,12 @@ OPENING_SILENCE_S = 60.0
 """While libraries are imported and weights read, heartbeats may be late by this much."""
 LEAST_OVERDUE_S = 10.0
 OVERDUE_FACTOR = 20.0
+UNPREDICTED_S = 600.0
+"""What the first steps may take, of which nobody knows how long they should."""
 GOODBYE_S = 1.0
-LAST_WORDS = 30
+LAST_WORDS = 4000
+"""Characters that are remembered of what the host wrote last."""
+WORDS_BYTES = 1 << 16
 
 
 class ProcessDevice:
@@ -75,7 +80,7 @@ class ProcessDevice:
         self._folder: str | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
-        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._last_words = ""
         self._heard_at = 0.0
         self._outstanding: deque[float | None] = deque()  # predictions of the steps sent and not answered
         self._working_since = 0.0
@@ -107,7 +112,9 @@ class ProcessDevice:
         self._heard_at = time.monotonic()
         self._post(OpenDevice(self.epoch, self.config, str(self.model_dir)))
         for duty in (self._listen(), self._read_words(), self._await_end(), self._judge()):
-            self._tasks.append(asyncio.create_task(duty))
+            task = asyncio.create_task(duty)
+            task.add_done_callback(self._duty_ended)
+            self._tasks.append(task)
         waits: list[asyncio.Future[Any]] = [self._opened, self._lost]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not self._opened.done():
@@ -132,9 +139,9 @@ class ProcessDevice:
 
     async def aclose(self) -> None:
         """End the process: politely, by closing its input, then by force."""
-        process, self._process = self._process, None
-        if process is not None:
-            await self._end(process)
+        if self._process is not None:
+            await self._end(self._process)  # done again by the next call if this one is cancelled
+            self._process = None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -189,9 +196,10 @@ class ProcessDevice:
         """Pass the host's log lines and tracebacks on, and remember the last ones."""
         assert self._process is not None
         assert self._process.stderr is not None
-        while line := await self._process.stderr.readline():
-            text = line.decode(errors="replace")
-            self._last_words.append(text)
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        while read := await self._process.stderr.read(WORDS_BYTES):  # not by lines: they may be longer than any limit
+            text = decode(read)
+            self._last_words = (self._last_words + text)[-LAST_WORDS:]
             sys.stderr.write(text)
 
     async def _await_end(self) -> None:
@@ -200,8 +208,7 @@ class ProcessDevice:
         status = await process.wait()
         # What it wrote before it ended is still in the pipe and the socket.
         await asyncio.sleep(LOOK_S)
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        self._lose(f"the device host ended with {how}")
+        self._lose(f"the device host ended with {_in_words(status)}")
 
     async def _judge(self) -> None:
         assert self._socket is not None
@@ -215,15 +222,26 @@ class ProcessDevice:
                 patience_s = max(patience_s, OPENING_SILENCE_S)
             if now - self._heard_at > patience_s:
                 self._lose(f"the device host has been silent for {now - self._heard_at:.1f} s")
-            elif self._outstanding and (predicted_s := self._outstanding[0]) is not None:
-                late_s = now - self._working_since - predicted_s
-                if late_s > max(LEAST_OVERDUE_S, OVERDUE_FACTOR * predicted_s):
-                    self._lose(f"a step is overdue by {late_s:.1f} s (it should have taken {predicted_s:.3f} s)")
+            elif self._outstanding:
+                self._judge_step(now - self._working_since, self._outstanding[0])
+
+    def _judge_step(self, seconds: float, predicted_s: float | None) -> None:
+        if predicted_s is None:
+            if seconds > UNPREDICTED_S:
+                self._lose(f"a step is overdue after {seconds:.1f} s")
+        elif seconds - predicted_s > max(LEAST_OVERDUE_S, OVERDUE_FACTOR * predicted_s):
+            self._lose(f"a step is overdue by {seconds - predicted_s:.1f} s (it should have taken {predicted_s:.3f} s)")
 
     def _answered(self) -> None:
         if self._outstanding:
             self._outstanding.popleft()
         self._working_since = time.monotonic()
+
+    def _duty_ended(self, task: asyncio.Task[None]) -> None:
+        """A link that nobody listens to, or a host that nobody judges, is as good as lost."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._lose(f"the link to the device host failed: {error!r}")
 
     def _lose(self, reason: str) -> None:
         if not self._lost.done():
@@ -231,11 +249,19 @@ class ProcessDevice:
 
     def _post(self, message: OpenDevice | RunStep) -> None:
         if self._socket is not None:
-            sent = asyncio.ensure_future(self.post_frame(encode(message)))
+            # Sent at once, not by a task in the loop's next turn: that may be seconds away, and the step counts as sent.
+            sent = asyncio.ensure_future(self._socket.send(encode(message)))
             sent.add_done_callback(_forget_failure)
 
     def _quoted_words(self) -> str:
-        return "\n" + "".join(self._last_words).rstrip() if self._last_words else ""
+        return "\n" + self._last_words.rstrip() if self._last_words else ""
+
+
+def _in_words(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {names.get(-status, -status)}"
 
 
 def _forget_failure(sent: asyncio.Future[Any]) -> None:

@@ -34,6 +34,9 @@ from .stream import Delivery, RequestStream
 SETTLE_S = 5.0
 """How long `audit` waits for steps and messages that are under way."""
 
+RETRY_S = 0.01
+"""How soon a full inbox is tried again."""
+
 Resolved = tuple[Tokenized, Admit]
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -120,14 +123,18 @@ class Engine:
             # Somebody cancels every task of the loop, as `asyncio.run` does at its end: still nobody waits for ever.
             self._die(EngineDeadError("the engine's task was cancelled"))
             raise
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise  # the loop itself ends
+        except BaseException as error:
+            # Not only what is an `Exception`: a panic of Rust code is none, and still nobody may wait for ever.
             failure = first_of(error)
             if not ready.done():
                 self._death = EngineDeadError(f"the engine did not start: {failure}")
                 ready.set_exception(failure)
-                return
-            self._log.error("engine.dead", reason=str(failure), exc_info=failure)
-            self._die(failure if isinstance(failure, EngineDeadError) else EngineDeadError(f"the engine has died: {failure!r}"))
+            else:
+                self._log.error("engine.dead", reason=str(failure), exc_info=failure)
+                dead = isinstance(failure, EngineDeadError)
+                self._die(failure if dead else EngineDeadError(f"the engine has died: {failure!r}"))
 
     @asynccontextmanager
     async def _opened(self, started: float) -> AsyncIterator[Company]:
@@ -241,11 +248,13 @@ class Engine:
     def _stream(self, delivery: Delivery) -> RequestStream:
         return RequestStream(delivery, self._abort_nowait, self._grant, credit_window=self.config.credit_window)
 
-    def _grant(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Tell the scheduler that a reader has taken tokens; False if there was no room for it."""
+    def _grant(self, request_id: RequestId, num_tokens: int) -> None:
+        """Tell the scheduler that a reader has taken tokens; if there is no room, again a little later."""
         if self._company is None or self._death is not None:
-            return True
-        return self._company.scheduler.inbox.post_nowait(Credit(request_id, num_tokens))
+            return
+        if not self._company.scheduler.inbox.post_nowait(Credit(request_id, num_tokens)):
+            # Not left to the reader's next turn: it may wait for the very token that this credit is for.
+            asyncio.get_running_loop().call_later(RETRY_S, self._grant, request_id, num_tokens)
 
     async def abort(self, request_id: str) -> None:
         """Abort the requests that have this label now. Unknown labels are a no-op; later requests are not touched."""
@@ -260,7 +269,7 @@ class Engine:
         if self._company is None or self._death is not None:
             return
         if not self._company.submissions.post_nowait(Abort(request_id)):
-            asyncio.get_running_loop().call_later(0.01, self._abort_nowait, request_id)
+            asyncio.get_running_loop().call_later(RETRY_S, self._abort_nowait, request_id)
 
     # ---- facts and controls ---------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class RequestStream:
         self,
         delivery: Delivery,
         abort: Callable[[RequestId], None],
-        grant: Callable[[RequestId, int], bool],
+        grant: Callable[[RequestId, int], None],
         *,
         credit_window: int,
     ) -> None:
@@ -173,9 +173,9 @@ class RequestStream:
     def _take_note(self) -> None:
         """The reader has taken an item: as many tokens more may be generated for it."""
         taken = self._delivery.num_seen_tokens - self._num_granted
-        enough = taken >= self._grant_from and not self._delivery.has_ended
-        if enough and self._grant(self._delivery.request_id, taken):
+        if taken >= self._grant_from and not self._delivery.has_ended:
             self._num_granted += taken
+            self._grant(self._delivery.request_id, taken)
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended. Idempotent."""

@@ -108,7 +108,9 @@ class SchedulerCore:
     # ---- requests come and go -------------------------------------------------------------------
 
     def on_admit(self, message: Admit, now: float) -> None:
-        """Queue a request, or refuse it."""
+        """Queue a request, or refuse it. One that is here already (its sender crashed and said it again) is a no-op."""
+        if message.request_id in self._requests:
+            return
         try:
             self._check_admissible(message)
         except (NeverFitsError, QueueFullError, EngineDrainingError) as error:
@@ -209,14 +211,16 @@ class SchedulerCore:
         return draft.message(released)
 
     def _may_plan(self, now: float) -> bool:
-        if not self.device_is_ready or len(self._steps) >= self.config.max_steps_in_flight:
+        if not self._has_room():
             return False
-        if not self._steps:
-            return True
-        if self.planner.running_suspect() is not None:
-            return False  # alone means alone
         plan_at = self.pacer.plan_at()
         return plan_at is None or now >= plan_at
+
+    def _has_room(self) -> bool:
+        """Whether the device may be sent a step, now or soon."""
+        if not self.device_is_ready or len(self._steps) >= self.config.max_steps_in_flight:
+            return False
+        return not self._steps or self.planner.running_suspect() is None  # alone means alone
 
     def predicted_s(self, step: RunStep) -> float | None:
         """How long a step in flight should take."""
@@ -239,10 +243,10 @@ class SchedulerCore:
         times: list[float] = []
         if self.queues.paused:
             times.append(next(iter(self.queues.paused.values())).paused_s + self.config.max_pause_s)
-        if self.device_is_ready and len(self._steps) < self.config.max_steps_in_flight:
-            if self.gate.opens_at is not None:
-                times.append(self.gate.opens_at)
+        if self._has_room():
             plan_at = self.pacer.plan_at()
+            if self.gate.opens_at is not None:
+                times.append(self.gate.opens_at if plan_at is None else max(self.gate.opens_at, plan_at))
             if plan_at is not None and plan_at > self._planned_s:
                 times.append(plan_at)
         return min(times, default=None)
@@ -257,8 +261,8 @@ class SchedulerCore:
             self._finish(seq, "error", now, problem=problem_of(error))
 
     def on_step_done(self, message: StepDone, now: float) -> None:
-        """Take in a step's tokens. Messages of another epoch are dropped."""
-        if message.epoch != self.epoch:
+        """Take in a step's tokens. Messages of another epoch, or of a device that is lost, are dropped."""
+        if message.epoch != self.epoch or not self.device_is_ready:
             return
         draft = self._steps.pop(message.step_id)
         self.pacer.on_done(message.seconds, now)
@@ -327,7 +331,7 @@ class SchedulerCore:
         Who took part in an unanswered step is counted as present at a death; after the second without a token in
         between it is suspect and runs alone. One that is alone when the device dies again is failed.
         """
-        if message.epoch != self.epoch:
+        if message.epoch != self.epoch or not self.device_is_ready:
             return
         self.device_is_ready = False
         present = {seq.seq_id: seq for draft in self._steps.values() for seq in draft.rows}

@@ -67,7 +67,7 @@ class Planner:
         if suspect is not None:
             self._prefill(draft, [suspect])
             return
-        self._make_way(draft)
+        self._make_way(draft, now)
         num_victims = draft.num_preempted
         self._decodes(draft, now)
         if draft.num_preempted == num_victims:
@@ -85,24 +85,28 @@ class Planner:
 
     # ---- 0. classes -----------------------------------------------------------------------------
 
-    def _make_way(self, draft: Draft) -> None:
+    def _make_way(self, draft: Draft, now: float) -> None:
         """Preempt lower classes for the next candidate, but only if it can come in then."""
         running, seq = self.queues.running, self.queues.candidate()
-        if seq is None or not running or running[-1].rank[0] <= seq.rank[0] or seq.in_flight:
+        if seq is None or not running or running[-1].rank[0] <= seq.rank[0]:
+            return
+        if seq.in_flight or seq.is_out_of_credit or (seq.state is State.WAITING and not self._may_join(now)):
             return
         missing = self.cache.num_missing(seq.holding, seq.log)
-        num_slots = self.config.running_limit - len(running)
+        growth = self.reserve.growth(running)  # admission will ask for this reserve beside the blocks
+        num_slots = self.config.running_limit - sum(not other.is_ending for other in running)
         victims: list[Sequence] = []
         for victim in reversed(running):
-            if missing <= 0 and num_slots > 0:
+            if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
                 break
             if victim.rank[0] <= seq.rank[0]:
                 return
             if self._may_be_preempted(victim):
                 victims.append(victim)
                 missing -= self.cache.num_freed_by(victim.holding)
-                num_slots += 1
-        if missing <= 0 and num_slots > 0:
+                growth -= self.reserve.growth([victim])
+                num_slots += not victim.is_ending
+        if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
             for victim in victims:
                 self.preempt(draft, victim)
 
@@ -132,12 +136,11 @@ class Planner:
         while not self.cache.grow(asker.holding, asker.num_computed + 1):
             later = list(self.queues.later_than(asker))
             victim = next((seq for seq in later if self._may_be_preempted(seq)), None)
-            if victim is not None:
-                self.preempt(draft, victim)
-            elif later:
+            if victim is None and later:
                 return False  # those behind it were only just brought back: they get their token first
-            else:
-                self.preempt(draft, asker)
+            self.reserve.on_preemption()
+            self.preempt(draft, asker if victim is None else victim)
+            if victim is None:
                 return False
         return True
 
@@ -148,7 +151,6 @@ class Planner:
         """Give up a sequence's blocks; its full ones stay in the tree as cache, its tokens in its log."""
         freed = self.cache.num_freed_by(victim.holding)
         draft.num_preempted += 1
-        self.reserve.on_preemption()
         self.set_back(victim)
         victim.num_preemptions += 1
         self._on_preempt(victim, freed)
@@ -186,8 +188,7 @@ class Planner:
 
     def _admit(self, draft: Draft, now: float) -> None:
         queues, limit = self.queues, self.config.running_limit
-        num_begun = len(queues.running) + len(queues.recovery)
-        may_join = self.gate.opens(now, queues.waiting, num_running=num_begun, limit=limit)
+        may_join = self._may_join(now)
         growth: int | None = None  # counted once a step, and only when somebody asks
         # Whoever's last token is in flight has no row any more: its slot is free for this step already.
         while len(queues.running) - draft.num_ending < limit:
@@ -210,6 +211,12 @@ class Planner:
             queues.start(seq)
             if seq.is_suspect:
                 return  # it runs alone: now if nobody else has a row, else in a step of its own
+
+    def _may_join(self, now: float) -> bool:
+        """Whether waiting requests may come in, as far as policy and gathering go."""
+        queues = self.queues
+        num_begun = len(queues.running) + len(queues.recovery)
+        return self.gate.opens(now, queues.waiting, num_running=num_begun, limit=self.config.running_limit)
 
     # ---- 3. prefill -----------------------------------------------------------------------------
 

@@ -104,8 +104,9 @@ class Sequence:
         self.length = len(self.log)
         self.void_until = StepId(0)
         self.is_on_device = False
-        self.has_gained = False
-        self.counts_hits = False
+        if self.state is not State.WAITING:  # else it has not begun: what it finds then counts
+            self.has_gained = False
+            self.counts_hits = False
 
     @property
     def request_id(self) -> RequestId:

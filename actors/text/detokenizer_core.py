@@ -34,8 +34,8 @@ REMEMBERED = 4096
 class DetokenizerCore:
     """The state table and rules of the Detokenizer. `len` is the number of live requests.
 
-    A core that takes another's place knows what that one has `closed`, and which requests are `awaited`: they will
-    be opened again, and what is said of them before is left out.
+    A core that takes another's place is told which requests are `closed`, and which are `awaited`: they will be
+    opened again, and what is said of them before is left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, closed: Iterable[RequestId] = (), awaited: Iterable[RequestId] = ()) -> None:
@@ -46,11 +46,6 @@ class DetokenizerCore:
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def closed(self) -> list[RequestId]:
-        """The requests that ended last, for the core that takes this one's place."""
-        return list(self._closed)
 
     def on_tokens(self, message: TokensSampled) -> tuple[list[TextDelta], list[Abort]]:
         """Take a step's tokens: requests that open, then tokens, then ends. One delta a request at most."""

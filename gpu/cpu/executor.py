@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..models.config import ModelConfig, load_model_config
 from ..models.weights import load_weights
 from ..sampling import SamplingRow
 from ..slots import Row, SlotTable
+from .cores import CoreWatch, too_many_threads, usable_cores
 from .library import LEVELS
 from .machine import compute_dtype, memory_bytes
 from .memory import keep_freed_memory
@@ -25,6 +27,8 @@ from .plan import SharedGroups
 from .pool import KvPool, block_bytes
 
 _ATTENTION_BACKENDS = ("auto", "torch", *LEVELS)
+
+_log = logging.getLogger(__name__)
 
 _STAND_IN = 0
 """Token that a failed row leaves in its log: the step behind it may already count on there being one."""
@@ -50,12 +54,15 @@ class CpuExecutor:
         dtype = compute_dtype(config.dtype)
         num_blocks = _num_blocks(config, block_bytes(model, config.block_size, dtype))
         keep_freed_memory()
+        if warning := too_many_threads(config.compute_threads, usable_cores()):
+            _log.warning(warning)
         weights = load_weights(model_dir, model, dtype=dtype, device=torch.device("cpu"))
         weights_bytes = weights.num_bytes
         self._pool = KvPool(model, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype)
         self._path = open_path(model, weights, self._pool, backend=config.attention_backend, num_threads=config.compute_threads)
         self._slots = SlotTable()
         self._not_finite: set[SequenceId] = set()
+        self._cores = CoreWatch()
         self._num_threads = config.compute_threads
         self._thread_id: int | None = None
         self._capacity = _capacity(config, model, self._pool, path=self._path.description, weights_bytes=weights_bytes)
@@ -75,7 +82,7 @@ class CpuExecutor:
 
         Raises `KeyError`, `ValueError` or `IndexError` for a step that does not fit what came before it.
         """
-        started = time.perf_counter()
+        started, running = time.perf_counter(), time.thread_time()
         self._claim_thread()
         rows = self._slots.apply(step)
         self._not_finite.difference_update(step.released, (new.seq_id for new in step.admitted))
@@ -92,7 +99,10 @@ class CpuExecutor:
             else:
                 seq_ids.append(seq_id)
                 token_ids.append(token)
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, time.perf_counter() - started, failed)
+        seconds = time.perf_counter() - started
+        if warning := self._cores.after_step(seconds, time.thread_time() - running):
+            _log.warning(warning)
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed)
 
     def close(self) -> None:
         """Let go of the weights, the pool and the threads. May be called twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class KernelPath:
         self._team: int | None = library.team_open(num_threads)
         if not self._team:
             raise MemoryError(f"no memory or no permission for {num_threads} compute threads")
+        self._end_team = weakref.finalize(self, library.team_close, self._team)
         self.description = f"{_LEVEL_NAMES[level]} kernels, {num_threads} thread{'s' * (num_threads > 1)}"
         self.seconds: dict[str, float] = dict.fromkeys(lib.PHASES, 0.0)
 
@@ -101,7 +103,8 @@ class KernelPath:
             angles = self._angles(plan)
             step = self._step_struct(plan, angles)
             if is_greedy:
-                step.tokens, step.finite = tokens.ctypes.data, finite.ctypes.data
+                best = np.empty((self._threads, len(draws), 3), dtype=np.int32)
+                step.tokens, step.finite, step.best = tokens.ctypes.data, finite.ctypes.data, best.ctypes.data
             self._library.run_step(ctypes.byref(self._model), ctypes.byref(step), self._team)
             for name, seconds in zip(lib.PHASES, step.seconds, strict=True):
                 self.seconds[name] += seconds
@@ -110,13 +113,15 @@ class KernelPath:
             return sample(self.logits(len(draws)), draws)
 
     def logits(self, count: int) -> Tensor:
-        """The logits of the last step's first `count` samples, float32 [count, vocab_size]; overwritten by the next step."""
+        """The logits of the last step's first `count` samples, float32 [count, vocab_size]; overwritten by the next step.
+
+        There are none after a step whose draws were all greedy.
+        """
         return self._buffers["logits"][:count, : self._config.vocab_size]
 
     def close(self) -> None:
         """End the threads and let go of the memory. May be called twice."""
-        if self._team:
-            self._library.team_close(self._team)
+        self._end_team()
         self._team = None
         self._buffers.clear()
 

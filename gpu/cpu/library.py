@@ -169,6 +169,7 @@ class Step(ctypes.Structure):
         ("logits", c_void_p),
         ("tokens", c_void_p),
         ("finite", c_void_p),
+        ("best", c_void_p),
         ("seconds", c_double * len(PHASES)),
     )
 

@@ -93,11 +93,12 @@ def make_plan(rows: Sequence[Row], shared: SharedGroups, pool: PoolShape, *, voc
 def worth_sharing(num_rows: int, num_keys: int, query_group: int) -> bool:
     """Whether attending to `num_keys` once for `num_rows` rows beats doing so for each row.
 
-    Measured on AMX: the shared kernel takes about as long for its 32 query rows as four single rows take for the same keys
-    while these are in the cache, and each member costs the writing and reading of its state besides.
+    Measured: a pass of the shared kernel over some keys, for up to 32 query rows, takes as long as four single rows
+    take for them (they find the keys in the cache that the first of them has read), and writing and reading a member's
+    state as long as 64 keys.
     """
     passes = -(-num_rows * query_group // QUERIES_AT_ONCE)
-    return num_rows > 1 and num_keys >= 32 and num_rows > passes
+    return num_keys * (num_rows - 4 * passes) > 64 * num_rows
 
 
 def _group(
@@ -105,7 +106,7 @@ def _group(
 ) -> tuple[list[tuple[int, int, int, int]], list[int], dict[int, int]]:
     """Groups of decode rows for which sharing pays, their members, and each member's number of shared keys by row."""
     groups: list[tuple[int, int, int, int]] = []
-    members: list[int] = []
+    members: list[int] = []  # indices of decode rows
     shared_keys: dict[int, int] = {}
     place = {row: index for index, row in enumerate(decode_rows)} if shared else {}
     for indices, num_blocks in shared:

@@ -1,9 +1,9 @@
 """Host microseconds a step costs, end to end through the actors, by actor: `scripts/bench overhead`.
 
 The device costs nothing: it answers every row with the same token. What is left is the engine itself, with
-requests that decode, each read by a task of its own. An actor's time is what its task ran (the steps of
-its coroutine, not its waits); "loop" is what remains of the event loop thread's CPU time: callbacks, sockets,
-switching. Medians over windows of a run; times of one actor are wall time, so a busy machine adds to them.
+requests that decode, each read by a task of its own. All actors share one thread: an actor's time is the CPU
+time of that thread in the steps of the actor's coroutine; "reading" is what remains, the clients' tasks and the
+event loop itself. Medians over windows of a run. Only "wall" knows of a device host, or of a busy machine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -27,7 +28,6 @@ from repertory.actors.detokenizer import Detokenizer
 from repertory.actors.devices.keeper import DeviceKeeper
 from repertory.actors.devices.process import ProcessDevice
 from repertory.actors.frontends.dispatcher import Dispatcher
-from repertory.actors.frontends.stream import RequestStream
 from repertory.actors.scheduler import Scheduler
 from repertory.actors.scheduling.core import SchedulerCore
 from repertory.gpu.executor import Capacity
@@ -42,7 +42,7 @@ PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
 MODEL_LENGTH = 100_000
 VOCAB_SIZE = 320
-TOKEN = 100
+TOKEN = 50
 """Any that is neither special nor an end."""
 WINDOW = 25
 WARM_UP_WINDOWS = 4
@@ -92,7 +92,7 @@ def open_constant(config: EngineConfig, model_dir: Path) -> ConstantExecutor:
 
 
 class Stopwatch:
-    """Seconds by name, of functions and of the running time of coroutines."""
+    """CPU seconds of this thread by name, of functions and of the steps of coroutines."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -103,11 +103,11 @@ class Stopwatch:
 
         @functools.wraps(original)
         def timed(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return original(*args, **options)
             finally:
-                self.seconds[name] += time.perf_counter() - began
+                self.seconds[name] += time.thread_time() - began
 
         setattr(owner, method, timed)
 
@@ -132,13 +132,13 @@ class _Timed:
         steps = self._inner.__await__()
         resume: Callable[[], Any] = functools.partial(next, steps)
         while True:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 awaited = resume()
             except StopIteration as end:
                 return end.value
             finally:
-                self._stopwatch.seconds[self._name] += time.perf_counter() - began
+                self._stopwatch.seconds[self._name] += time.thread_time() - began
             try:
                 yield awaited
             except BaseException as error:  # a cancellation is the inner one's to handle
@@ -185,7 +185,7 @@ class Windows:
         rows = [
             {"wall": after.wall_s - before.wall_s, "cpu": after.cpu_s - before.cpu_s}
             | {name: after.seconds.get(name, 0.0) - before.seconds.get(name, 0.0) for name in names}
-            for before, after in zip(edges, edges[1:], strict=False)
+            for before, after in itertools.pairwise(edges)
         ]
         return {name: statistics.median(row[name] for row in rows) / WINDOW * 1e6 for name in rows[0]}
 
@@ -197,7 +197,6 @@ def wrap_actors(stopwatch: Stopwatch) -> None:
     stopwatch.coroutine(Dispatcher, "run", "dispatcher")
     stopwatch.coroutine(ProcessDevice, "_listen", "receive")
     stopwatch.coroutine(ProcessDevice, "post_frame", "frames")
-    stopwatch.coroutine(RequestStream, "__anext__", "reading")
     stopwatch.function(SchedulerCore, "plan", "plan")
     stopwatch.function(SchedulerCore, "on_step_done", "apply")
     stopwatch.function(DeviceKeeper, "send", "send")
@@ -212,7 +211,7 @@ async def measure(stopwatch: Stopwatch, model: Path, worker: str, num_running: i
         windows.on_step(message)
         original(keeper, message)
 
-    DeviceKeeper._on_step_done = on_step_done  # type: ignore[method-assign]  # put back below
+    setattr(DeviceKeeper, "_on_step_done", on_step_done)  # noqa: B010 - for this engine only
     try:
         async with build_engine(model, worker, num_running, num_windows) as engine:
             readers = [asyncio.create_task(read(engine, number)) for number in range(num_running)]
@@ -221,7 +220,7 @@ async def measure(stopwatch: Stopwatch, model: Path, worker: str, num_running: i
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
     finally:
-        DeviceKeeper._on_step_done = original  # type: ignore[method-assign]
+        setattr(DeviceKeeper, "_on_step_done", original)  # noqa: B010
     return windows.medians()
 
 
@@ -250,16 +249,16 @@ async def read(engine: Engine, number: int) -> None:
         pass
 
 
-COLUMNS = ("wall", "cpu", "plan", "apply", "send", "sched. rest", "detokenizer", "dispatcher", "reading", "receive", "loop")
+COLUMNS = ("wall", "cpu", "plan", "apply", "sched. rest", "send", "receive", "detokenizer", "dispatcher", "reading")
 
 
 def columns(times: dict[str, float]) -> dict[str, float]:
-    """The table's columns: each microsecond of the thread in one of them."""
+    """The table's columns: each microsecond of the thread is in one of those after "cpu"."""
     found = defaultdict(float, times)
+    actors = ("scheduler", "frames", "receive", "detokenizer", "dispatcher")
+    found["reading"] = found["cpu"] - sum(found[actor] for actor in actors)
+    found["sched. rest"] = found["scheduler"] - found["plan"] - found["apply"] - found["send"]
     found["send"] += found["frames"]
-    found["sched. rest"] = found["scheduler"] - found["plan"] - found["apply"] - times.get("send", 0.0)
-    parts = ("scheduler", "frames", "detokenizer", "dispatcher", "reading", "receive")
-    found["loop"] = found["cpu"] - sum(found[part] for part in parts)
     return found
 
 

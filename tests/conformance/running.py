@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from repertory import Engine, EngineConfig, SamplingParams
-from repertory.gpu.cpu.executor import CpuExecutor
 from repertory.protocol.outputs import EngineStats, RequestOutput
 
 from .prompts import Messages
@@ -50,18 +46,14 @@ class Case:
 
 
 async def run_waves(
-    config: EngineConfig, waves: Sequence[Sequence[Case]], max_tokens: int, *, backend: str = "auto"
+    config: EngineConfig, waves: Sequence[Sequence[Case]], max_tokens: int
 ) -> tuple[list[list[RequestOutput]], EngineStats]:
     """Send the waves one after another, the cases of each at once. The engine's books must balance after every wave.
 
-    The statistics are those of the end. `backend` is the executor's `attention_backend`.
+    The statistics are those of the end.
     """
-
-    def open_device(config: EngineConfig, model_dir: Path) -> CpuExecutor:
-        return CpuExecutor(model_dir, config=msgspec.structs.replace(config, attention_backend=backend))
-
     outputs = []
-    async with Engine(config, open_device=open_device) as engine:
+    async with Engine(config) as engine:
         for wave in waves:
             outputs.append(await asyncio.gather(*(_finished(engine, case, max_tokens) for case in wave)))
             assert await engine.audit() == []

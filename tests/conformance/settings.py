@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from repertory.protocol.config import EngineConfig
 
@@ -27,6 +28,8 @@ class Setting:
     alone: bool
     backend: str = "auto"
     """`attention_backend`: "auto" is the C kernels, where there are any for this machine."""
+    worker: Literal["inline", "process"] = "inline"
+    in_flight: int = 2
 
     def __str__(self) -> str:
         parts = [
@@ -37,6 +40,8 @@ class Setting:
             "chunked" if self.chunked else "whole",
             "alone" if self.alone else "together",
             self.backend,
+            self.worker,
+            f"{self.in_flight} in flight",
         ]
         return ", ".join(parts)
 
@@ -61,7 +66,9 @@ class Setting:
         return EngineConfig(
             model=str(model_dir),
             device="cpu",
-            worker="inline",
+            worker=self.worker,
+            max_steps_in_flight=self.in_flight,
+            attention_backend=self.backend,
             dtype="float32",
             num_threads=NUM_THREADS,
             num_device_blocks=num_blocks,
@@ -80,19 +87,22 @@ EVERY = [
     Setting(*values)
     for values in itertools.product(BUDGETS, (True, False), BLOCK_SIZES, (True, False), (True, False), (True, False), BACKENDS)
 ]
-"""The full product."""
+"""The full product of what may change what is computed when, and by which code."""
+
+HOSTS = [replace(s, worker=worker, in_flight=n) for s in EVERY for worker in ("inline", "process") for n in (1, 2)]  # type: ignore[arg-type]
+"""The same, with every way to host the device and to send it steps."""
 
 COVERING = [
-    Setting(512, True, 16, small_pool=False, chunked=True, alone=False),
-    Setting(512, False, 4, small_pool=True, chunked=False, alone=True, backend="torch"),
-    Setting(16, True, 4, small_pool=True, chunked=True, alone=False),
-    Setting(16, False, 16, small_pool=False, chunked=False, alone=True, backend="torch"),
-    Setting(7, False, 16, small_pool=True, chunked=True, alone=False, backend="torch"),
-    Setting(7, True, 4, small_pool=False, chunked=False, alone=True),
-    Setting(1, True, 16, small_pool=True, chunked=False, alone=False, backend="torch"),
-    Setting(1, False, 4, small_pool=False, chunked=True, alone=True),
-    Setting(512, True, 4, small_pool=True, chunked=True, alone=False, backend="torch"),
-    Setting(512, False, 4, small_pool=False, chunked=False, alone=False, backend="torch"),
+    Setting(512, True, 16, small_pool=False, chunked=True, alone=False, worker="process", in_flight=1),
+    Setting(512, False, 4, small_pool=True, chunked=False, alone=True, backend="torch", worker="inline", in_flight=2),
+    Setting(16, True, 4, small_pool=True, chunked=True, alone=False, worker="inline", in_flight=2),
+    Setting(16, False, 16, small_pool=False, chunked=False, alone=True, backend="torch", worker="process", in_flight=1),
+    Setting(7, False, 16, small_pool=True, chunked=True, alone=False, backend="torch", worker="inline", in_flight=1),
+    Setting(7, True, 4, small_pool=False, chunked=False, alone=True, worker="process", in_flight=2),
+    Setting(1, True, 16, small_pool=True, chunked=False, alone=False, backend="torch", worker="process", in_flight=2),
+    Setting(1, False, 4, small_pool=False, chunked=True, alone=True, worker="inline", in_flight=1),
+    Setting(512, True, 4, small_pool=True, chunked=True, alone=False, backend="torch", worker="process", in_flight=2),
+    Setting(512, False, 4, small_pool=False, chunked=False, alone=False, backend="torch", worker="process", in_flight=2),
 ]
 """A selection. Eight of them cover every pair of values; the other two run all prompts in torch as well."""
 

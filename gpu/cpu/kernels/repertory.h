@@ -119,6 +119,12 @@ typedef struct {
 
 enum Phase { EMBED, NORM, QKV, ROTATE, SHARED, DECODES, CHUNKS, ATTENTION_OUT, GATE_UP, DOWN, HEAD, NUM_PHASES };
 
+/* The largest logit of some columns of a row; token -1: none is finite. */
+typedef struct {
+    float logit;
+    int32_t token, is_unfit; /* is_unfit: one is NaN or plus infinity */
+} Best;
+
 typedef struct {
     int64_t num_tokens, num_decodes, num_chunks, num_groups, num_samples;
     const int32_t *token_ids;
@@ -131,9 +137,10 @@ typedef struct {
     const int32_t *members;
     const int32_t *sample_at; /* token indices, rising */
     float *state;
-    float *logits; /* [samples + 32, vocab rounded up to a panel] */
-    int32_t *tokens; /* NULL, or the argmax of each sample */
-    uint8_t *finite; /* with `tokens`: whether the logits were */
+    float *logits; /* [samples + 32, vocab rounded up to a panel]; with `tokens`: room for the work */
+    int32_t *tokens; /* NULL, or the argmax of each sample, instead of logits */
+    uint8_t *finite; /* with `tokens`: whether a row is fit to be sampled: no NaN or plus infinity, one finite logit */
+    Best *best; /* with `tokens`: [threads, samples] */
     double seconds[NUM_PHASES];
 } Step;
 

@@ -5,6 +5,7 @@
  * are few panels), decode rows in runs that hold equally many keys, chunks and groups as items of a common counter.
  * All rows' keys and values are written before any row attends. In the last layer only rows that sample go on after it.
  */
+#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <time.h>
@@ -242,6 +243,56 @@ static void feed_forward(Work *w, int64_t thread, const Layer *layer, int64_t ro
     end_phase(w, thread, DOWN);
 }
 
+/* Takes the largest of a slice of logits, [samples, width] from column `first` on, into the thread's best. */
+static void take_best(const Work *w, const float *logits, int64_t first, int64_t width, int64_t stride, Best *best)
+{
+    for (int64_t row = 0; row < w->s->num_samples; row++, logits += stride) {
+        int32_t token;
+        uint8_t is_finite;
+        w->k->argmax(logits, 1, stride, width, &token, &is_finite);
+        if (is_finite && (best[row].token < 0 || logits[token] > best[row].logit))
+            best[row] = (Best){logits[token], first + token, best[row].is_unfit};
+        /* Minus infinity alone is no fault: other slices may hold better. */
+        for (int64_t i = 0; !is_finite && i < width; i++)
+            best[row].is_unfit |= !(logits[i] < INFINITY);
+    }
+}
+
+/* The argmax of each sample. The logits go to a slice of memory that stays in L2 and are looked at there; all of them would
+ * be written to memory and read again, which for many rows is as much as the weights. */
+static void greedy(const Work *w, int64_t thread)
+{
+    enum { SLICE = 48 << 10 }; /* floats */
+    const Model *m = w->m;
+    const Step *s = w->s;
+    const int64_t panel = w->k->panel, panels = (m->vocab + panel - 1) / panel;
+    int64_t first, last = share(w, thread, panels, &first), per_slice = SLICE / (panel * s->num_samples);
+    Best *best = s->best + thread * s->num_samples;
+    float *logits = s->logits + first * panel * s->num_samples;
+    for (int64_t row = 0; row < s->num_samples; row++)
+        best[row] = (Best){0, -1, 0};
+    for (; first < last; first += per_slice) {
+        per_slice = per_slice < 1 ? 1 : per_slice > last - first ? last - first : per_slice;
+        const int64_t column = first * panel, stride = per_slice * panel;
+        const int64_t width = m->vocab - column < stride ? m->vocab - column : stride;
+        const char *weights = row_of(w, m->lm_head, column, m->hidden);
+        const Linear l = {m->normed, m->hidden, s->num_samples, weights, width, m->hidden, logits, stride, LOGITS};
+        w->k->linear(&l, 0, per_slice, scratch_of(w, thread));
+        take_best(w, logits, column, width, stride, best);
+    }
+    team_barrier(w->team, thread);
+    for (int64_t row = 0; thread == 0 && row < s->num_samples; row++) {
+        for (int64_t other = 1; other < team_size(w->team); other++) {
+            const Best *theirs = &s->best[other * s->num_samples + row];
+            best[row].is_unfit |= theirs->is_unfit;
+            if (theirs->token >= 0 && (best[row].token < 0 || theirs->logit > best[row].logit))
+                best[row] = (Best){theirs->logit, theirs->token, best[row].is_unfit};
+        }
+        s->tokens[row] = best[row].token < 0 ? 0 : best[row].token;
+        s->finite[row] = best[row].token >= 0 && !best[row].is_unfit;
+    }
+}
+
 static void head(Work *w, int64_t thread)
 {
     const Model *m = w->m;
@@ -249,12 +300,11 @@ static void head(Work *w, int64_t thread)
     const int64_t stride = (m->vocab + w->k->panel - 1) / w->k->panel * w->k->panel;
     norm(w, thread, m->final_norm, s->num_samples);
     end_phase(w, thread, NORM);
-    linear(w, thread, (Linear){m->normed, m->hidden, s->num_samples, m->lm_head, m->vocab, m->hidden, s->logits, stride, LOGITS});
-    if (s->tokens) {
-        team_barrier(w->team, thread);
-        int64_t first, last = share(w, thread, s->num_samples, &first);
-        w->k->argmax(s->logits + first * stride, last - first, stride, m->vocab, s->tokens + first, s->finite + first);
-    }
+    if (s->tokens)
+        greedy(w, thread);
+    else
+        linear(w, thread,
+               (Linear){m->normed, m->hidden, s->num_samples, m->lm_head, m->vocab, m->hidden, s->logits, stride, LOGITS});
     end_phase(w, thread, HEAD);
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from repertory.gpu.cpu import plan
 from repertory.gpu.cpu.attention import PagedAttention
 from repertory.gpu.cpu.kernel_path import KernelPath
 from repertory.gpu.cpu.pool import KvPool
@@ -25,6 +26,7 @@ from repertory.tests.gpu.kernels.calls import KERNELS, LIBRARY, Kernel, scattere
 from repertory.tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
+RANDOM = SamplingParams(temperature=1.0, seed=0)
 SHAPES = [(4, 4, 64, 64), (6, 2, 64, 96), (8, 1, 96, 64), (3, 1, 128, 128)]
 """Heads, KV heads, head_dim, hidden size."""
 
@@ -50,7 +52,7 @@ class Side:
         if self.path is None:
             with torch.inference_mode():
                 return self.decoder.forward(flat_batch(rows), PagedAttention(self.pool, rows))
-        self.path.compute(rows, [SamplingRow(GREEDY, 0, 0)] * len(samples), shared or [])
+        self.path.compute(rows, [SamplingRow(RANDOM, 0, 0)] * len(samples), shared or [])
         return self.path.logits(len(samples)).clone()
 
 
@@ -133,7 +135,10 @@ def test_several_threads_find_what_one_finds(small_dir: Path, kernel: Kernel, th
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_sharing_a_prefix_changes_no_logit(small_dir: Path, kernel: Kernel, threads: int) -> None:
+def test_sharing_a_prefix_changes_no_logit(
+    small_dir: Path, kernel: Kernel, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "worth_sharing", lambda *sizes: True)
     prefix, lengths = 64, [65, 66, 70, 96, 97, 81, 80, 130]
     plain, grouped = (Side(small_dir, kernel, block_size=16, dtype=kernel[1], threads=threads) for _ in range(2))
     slots = slots_for(plain, lengths, prefix=prefix)
@@ -170,14 +175,16 @@ def test_a_nan_fails_its_row_alone(small_dir: Path, kernel: Kernel) -> None:
     side.path.close()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_greedy_rows_beside_random_ones_get_the_same_tokens(small_dir: Path, kernel: Kernel) -> None:
-    side = Side(small_dir, kernel, block_size=4, dtype=kernel[1])
+def test_greedy_tokens_are_the_argmax_of_the_logits(small_dir: Path, kernel: Kernel, threads: int) -> None:
+    side = Side(small_dir, kernel, block_size=4, dtype=kernel[1], threads=threads)
     assert side.path
-    slots = slots_for(side, [20, 30])
+    slots = slots_for(side, [20, 30] * 10)
     rows = [Row(slot, 0, len(slot.token_ids), 1) for slot in slots]
-    greedy = side.path.compute(rows, [SamplingRow(GREEDY, 0, 0)] * 2, [])
-    mixed = side.path.compute(rows, [SamplingRow(GREEDY, 0, 0), SamplingRow(SamplingParams(seed=1), 0, 0)], [])
+    greedy = side.path.compute(rows, [SamplingRow(GREEDY, 0, 0)] * 20, [])
+    assert greedy.token_ids == side.logits(rows).argmax(-1).tolist()
+    mixed = side.path.compute(rows, [SamplingRow(GREEDY, 0, 0)] + [SamplingRow(RANDOM, 0, 0)] * 19, [])
     assert mixed.token_ids[0] == greedy.token_ids[0]
     side.path.close()
 

@@ -1,0 +1,1 @@
+"""The parts of `scripts/bench peers`: installing, running, reckoning, and one driver for each engine."""

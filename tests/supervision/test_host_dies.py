@@ -1,0 +1,260 @@
+"""The device host dies at every kind of moment: every request goes on as if nothing had happened, and nothing is left."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+from repertory import SamplingParams
+
+from .conftest import DEFAULTS, Hosts
+from .crowd import MARK, alone, begin, crowd, results
+from .faulty_host import Fault
+
+WAYS = list(itertools.product(["kill", "stop", "raise"], ["before", "during", "after"]))
+CRASHES = [way for way in WAYS if way != ("raise", "during")] + [("panic", "before"), ("exit", "during")]
+
+
+def many_deaths(count: int, *, steps: tuple[int, int], ways: list[tuple[str, str]], seed: int = 0) -> list[Fault]:
+    """One fault in each of the first `count` lives, at a step drawn from the range, every way in turn."""
+    draw = random.Random(seed)
+    ordered = [ways[number % len(ways)] for number in range(count)]
+    draw.shuffle(ordered)
+    return [
+        Fault(how, when, life=life, step=draw.randint(*steps))  # type: ignore[arg-type]
+        for life, (how, when) in enumerate(ordered, 1)
+    ]
+
+
+async def test_the_host_of_a_real_model_dies_20_times_under_50_requests(hosts: Hosts) -> None:
+    requests = crowd(50, max_tokens=32)
+    expected = await alone(hosts.models["cpu"], requests, **DEFAULTS["cpu"])
+    faults = many_deaths(20, steps=(2, 9), ways=CRASHES)
+    engine = await hosts.open("cpu", *faults, max_num_seqs=8, heartbeat_timeout_s=1.5)
+    assert await results(begin(engine, requests), limit_s=240) == expected
+    assert hosts.num_deeds == 20
+    assert (await engine.stats()).num_restarts >= 20
+    assert await engine.audit() == []
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+async def test_a_simulated_host_dies_20_times_under_50_requests(hosts: Hosts, in_flight: int) -> None:
+    requests = crowd(50, max_tokens=32, seed=in_flight)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    faults = many_deaths(20, steps=(2, 9), ways=CRASHES, seed=in_flight)
+    engine = await hosts.open(
+        "simulated", *faults, max_num_seqs=8, heartbeat_timeout_s=0.5, max_steps_in_flight=in_flight, step_s=0.002
+    )
+    assert await results(begin(engine, requests)) == expected
+    assert hosts.num_deeds == 20
+    assert (await engine.stats()).num_restarts >= 20
+    assert await engine.audit() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+async def test_a_host_dies_20_times_in_many_runs(hosts: Hosts, seed: int) -> None:
+    requests = crowd(50, max_tokens=32, seed=10 + seed)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    blocks = [40, 256][seed % 2]
+    engine = await hosts.open(
+        "simulated",
+        *many_deaths(20, steps=(1, 12), ways=CRASHES, seed=10 + seed),
+        max_num_seqs=4 + seed,
+        num_device_blocks=blocks,
+        heartbeat_timeout_s=0.5,
+        credit_window=[3, 1024][seed // 2 % 2],
+    )
+    assert await results(begin(engine, requests)) == expected
+    assert hosts.num_deeds == 20
+    assert await engine.audit() == []
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+async def test_one_request_whose_step_always_kills_the_host_fails_alone(hosts: Hosts, in_flight: int) -> None:
+    requests = crowd(12, max_tokens=40)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    fault = Fault("kill", "before", token=MARK, is_last=False)
+    engine = await hosts.open("simulated", fault, max_steps_in_flight=in_flight)
+    culprit = ([20, MARK, 21], SamplingParams(temperature=0.0, output_kind="delta"))
+    tasks = begin(engine, [*requests[:6], culprit, *requests[6:]])
+    found = await results(tasks)
+    failed = found.pop(6)
+    assert found == expected
+    assert (failed.finish_reason, failed.token_ids) == ("error", [])
+    assert "the device died 3 times" in str(failed.stop_reason)
+    assert hosts.num_deeds <= 4
+    assert await engine.audit() == []
+
+
+async def test_two_that_kill_the_host_of_a_real_model_fail_and_nobody_with_them(hosts: Hosts) -> None:
+    requests = crowd(6, max_tokens=30)
+    expected = await alone(hosts.models["cpu"], requests, **DEFAULTS["cpu"])
+    engine = await hosts.open("cpu", Fault("raise", "after", token=MARK, is_last=False))
+    culprit = ([20, MARK, 21], SamplingParams(temperature=0.0, output_kind="delta"))
+    found = await results(begin(engine, [culprit, *requests, culprit]))
+    assert [found[0].finish_reason, found[-1].finish_reason] == ["error", "error"]
+    assert found[1:-1] == expected
+    assert hosts.num_deeds <= 4
+    assert await engine.audit() == []
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "exit"])
+async def test_the_replacement_dies_while_it_starts_twice_in_a_row(hosts: Hosts, how: str) -> None:
+    requests = crowd(10)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    faults = [Fault("kill", life=1, step=5), *(Fault(how, "opening", life=life) for life in (2, 3))]  # type: ignore[arg-type]
+    engine = await hosts.open("simulated", *faults)
+    assert await results(begin(engine, requests)) == expected
+    assert hosts.num_deeds == 3
+    assert (await engine.stats()).num_restarts == 1
+    assert await engine.audit() == []
+
+
+async def test_a_replacement_that_is_stopped_while_it_starts_is_replaced_too(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("repertory.actors.devices.process.OPENING_SILENCE_S", 1.5)
+    requests = crowd(10)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open(
+        "simulated", Fault("kill", life=1, step=5), Fault("stop", "opening", life=2), heartbeat_timeout_s=0.5
+    )
+    assert await results(begin(engine, requests)) == expected
+    assert await engine.audit() == []
+
+
+async def test_a_host_that_dies_during_a_drain_is_replaced_and_the_drain_comes_to_its_end(hosts: Hosts) -> None:
+    requests = crowd(10)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open("simulated", Fault("kill", step=8), step_s=0.005)
+    tasks = begin(engine, requests)
+    while (await engine.stats()).num_running == 0:
+        await results([])
+    assert await engine.drain(timeout_s=30)
+    assert await results(tasks) == expected
+    assert hosts.num_deeds == 1
+    assert await engine.audit() == []
+
+
+async def test_a_host_that_dies_in_the_middle_of_a_prefill(hosts: Hosts) -> None:
+    prompt = [20 + number % 70 for number in range(300)]
+    long = (prompt, SamplingParams(temperature=0.0, max_tokens=10, output_kind="delta"))
+    requests = [long, *crowd(4)]
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    faults = [Fault("kill", "after", life=1, step=4), Fault("raise", life=2, step=9)]
+    engine = await hosts.open("simulated", *faults, max_num_batched_tokens=16)
+    assert await results(begin(engine, requests)) == expected
+    assert hosts.num_deeds == 2
+    assert await engine.audit() == []
+
+
+async def test_requests_paused_by_their_readers_sleep_through_a_death(hosts: Hosts, until) -> None:
+    requests = crowd(6, max_tokens=20, seed=1)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open("simulated", Fault("kill", token=MARK), credit_window=2)
+    streams = [engine.generate(*request) for request in requests]
+    core = engine._company.scheduler.core
+    await until(lambda: len(core.queues.paused) == core.num_live)
+    # Nothing runs: somebody else's step is the death of the device.
+    other = ([20, MARK], SamplingParams(temperature=0.0, max_tokens=1, output_kind="delta"))
+    (answer,) = await results(begin(engine, [other]))
+    assert answer.finish_reason == "length"
+    assert hosts.num_deeds == 1
+    assert await results([_reading(stream) for stream in streams]) == expected
+    assert await engine.audit() == []
+
+
+async def test_a_death_with_nothing_to_do_is_a_restart_and_nothing_else(hosts: Hosts, until) -> None:
+    requests = crowd(3)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open("simulated")
+    import os
+    import signal
+
+    for life in (1, 2):
+        await until(lambda life=life: len(hosts.pids) == life and engine._company.scheduler.core.device_is_ready)
+        os.kill(hosts.pids[-1], signal.SIGKILL)
+        await until(lambda: not engine._company.scheduler.core.device_is_ready)
+    assert await results(begin(engine, requests)) == expected
+    assert (await engine.stats()).num_restarts == 2
+    assert await engine.audit() == []
+
+
+async def test_a_host_that_says_too_much_lives_on(hosts: Hosts) -> None:
+    requests = crowd(3)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open("simulated", Fault("babble", step=3), heartbeat_timeout_s=1.0)
+    assert await results(begin(engine, requests)) == expected
+    assert (await engine.stats()).num_restarts == 0
+    assert await engine.audit() == []
+
+
+# ---- silence, and what is none --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "limit"), [(14, "LEAST_OVERDUE_S"), (3, "UNPREDICTED_S")])
+async def test_a_step_that_hangs_while_the_host_beats_on_is_overdue(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, log_lines: list[dict], step: int, limit: str
+) -> None:
+    monkeypatch.setattr(f"repertory.actors.devices.process.{limit}", 0.5)
+    requests = crowd(4)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open("simulated", Fault("hang", life=1, step=step))
+    assert await results(begin(engine, requests)) == expected
+    (lost,) = [line for line in log_lines if line["event"] == "device.lost"]
+    assert "a step is overdue" in lost["reason"]
+    assert await engine.audit() == []
+
+
+async def block_and_see(hosts: Hosts, seconds: float) -> None:
+    """Block the application's loop for so long at several moments of a run; nobody must die of it."""
+    requests = crowd(8, max_tokens=40)
+    expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
+    engine = await hosts.open("simulated", step_s=0.005, **({"heartbeat_timeout_s": 0.4} if seconds < 10 else {}))
+    tasks = begin(engine, requests)
+    core = engine._company.scheduler.core
+    really, count = core.plan, itertools.count()
+
+    def plan(now: float):
+        step = really(now)
+        if step is not None and next(count) in (3, 20):
+            asyncio_loop_blocked_at.append(time.monotonic())
+        return step
+
+    asyncio_loop_blocked_at: list[float] = []
+    core.plan = plan
+    sent = engine._company.scheduler._worker
+
+    def send(step, predicted_s):
+        sent(step, predicted_s)
+        if asyncio_loop_blocked_at:
+            asyncio_loop_blocked_at.pop()
+            time.sleep(seconds)  # in the very turn in which the step was posted
+
+    engine._company.scheduler._worker = send
+    assert await results(tasks) == expected
+    assert (await engine.stats()).num_restarts == 0
+    assert await engine.audit() == []
+
+
+async def test_a_blocked_loop_of_the_application_kills_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("repertory.actors.devices.process.LEAST_OVERDUE_S", 0.6)
+    monkeypatch.setattr("repertory.actors.devices.process.UNPREDICTED_S", 0.6)
+    await block_and_see(hosts, 1.5)
+
+
+@pytest.mark.slow
+async def test_a_loop_of_the_application_blocked_for_15_seconds_kills_nobody(hosts: Hosts) -> None:
+    await block_and_see(hosts, 15.0)
+
+
+def _reading(stream):
+    import asyncio
+
+    from .crowd import read
+
+    return asyncio.ensure_future(read(stream))
