@@ -214,7 +214,8 @@ class ProcessDevice:
         assert self._socket is not None
         while True:
             await asyncio.sleep(LOOK_S)
-            if await self._socket.poll(0):
+            # Not `poll`: it takes the socket's event from whoever waits in `recv`, who then sleeps beside a full socket.
+            if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
                 continue  # it has spoken, and has not been heard yet
             now = time.monotonic()
             patience_s = self.config.heartbeat_timeout_s

@@ -138,8 +138,8 @@ def report(rounds: Rounds, weight_bytes: int, *, aims: bool) -> None:
     shown = slice(None) if aims else slice(-1)  # the aim is the last column
     comparison = [["", "metric", "engine", "measured", "ours / it", "aim"], *comparison_rows(rounds.results)]
     print(table([row[shown] for row in comparison]), "\n")
-    held = [["floor", "measured", "aim"], *floor_rows(floors(rounds.results, weight_bytes))]
-    print(table([row[shown] for row in held]))
+    if held := floor_rows(floors(rounds.results, weight_bytes)):
+        print(table([row[shown] for row in (["floor", "measured", "aim"], *held)]))
     for engine, reason in rounds.lost.items():
         print(f"\nlost on the way: {engine}: {reason}")
 

@@ -1,4 +1,4 @@
-/* RMSNorm, rotary embedding with the KV write, argmax. A template: level_*.c includes it once per element type, with
+/* RMSNorm and rotary embedding with the KV write. A template: level_*.c includes it once per element type, with
  * `element`, LOAD, STORE and FN(name) defined. All are bound by memory and read and write everything once.
  */
 

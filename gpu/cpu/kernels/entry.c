@@ -61,9 +61,12 @@ EXPORT void run_attend_run(int64_t level, int64_t is_bf16, const Attention *atte
     find_kernels(level, is_bf16)->attend_run(attention, run, scratch);
 }
 
-EXPORT void run_argmax(int64_t level, const float *logits, int64_t rows, int64_t stride, int64_t width, int32_t *tokens, uint8_t *finite)
+EXPORT double run_largest(int64_t level, const float *logits, int64_t width, int64_t *is_unfit)
 {
-    find_kernels(level, level == AMX)->argmax(logits, rows, stride, width, tokens, finite);
+    bool unfit;
+    const float result = find_kernels(level, level == AMX)->largest(logits, width, &unfit);
+    *is_unfit = unfit;
+    return result;
 }
 
 /* Reads memory and nothing else: what bandwidth there is for a benchmark to compare with. */

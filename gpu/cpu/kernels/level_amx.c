@@ -15,7 +15,7 @@
 #include "amx_decode.h"
 
 const Kernels amx_bf16_kernels = {
-    PANEL, pack_amx, linear_amx, rms_norm_bf16, rotate_bf16, attend_decodes_amx, attend_run_amx, argmax,
+    PANEL, pack_amx, linear_amx, rms_norm_bf16, rotate_bf16, attend_decodes_amx, attend_run_amx, largest,
 };
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -96,7 +96,7 @@ typedef struct {
     void (*attend_decodes)(const Attention *a, const int32_t *tables, const Decode *rows, int64_t first, int64_t last,
                            int64_t first_kv_head, int64_t last_kv_head, void *scratch);
     void (*attend_run)(const Attention *a, const Run *run, void *scratch);
-    void (*argmax)(const float *logits, int64_t rows, int64_t stride, int64_t width, int32_t *tokens, uint8_t *finite);
+    float (*largest)(const float *logits, int64_t width, bool *is_unfit);
 } Kernels;
 
 typedef struct {
@@ -119,7 +119,7 @@ typedef struct {
 
 enum Phase { EMBED, NORM, QKV, ROTATE, SHARED, DECODES, CHUNKS, ATTENTION_OUT, GATE_UP, DOWN, HEAD, NUM_PHASES };
 
-/* The largest logit of some columns of a row; token -1: none is finite. */
+/* The largest logit of some columns of a row; minus infinity: there is none. */
 typedef struct {
     float logit;
     int32_t token, is_unfit; /* is_unfit: one is NaN or plus infinity */

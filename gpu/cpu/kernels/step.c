@@ -247,14 +247,16 @@ static void feed_forward(Work *w, int64_t thread, const Layer *layer, int64_t ro
 static void take_best(const Work *w, const float *logits, int64_t first, int64_t width, int64_t stride, Best *best)
 {
     for (int64_t row = 0; row < w->s->num_samples; row++, logits += stride) {
-        int32_t token;
-        uint8_t is_finite;
-        w->k->argmax(logits, 1, stride, width, &token, &is_finite);
-        if (is_finite && (best[row].token < 0 || logits[token] > best[row].logit))
-            best[row] = (Best){logits[token], first + token, best[row].is_unfit};
-        /* Minus infinity alone is no fault: other slices may hold better. */
-        for (int64_t i = 0; !is_finite && i < width; i++)
-            best[row].is_unfit |= !(logits[i] < INFINITY);
+        bool is_unfit;
+        const float logit = w->k->largest(logits, width, &is_unfit);
+        best[row].is_unfit |= is_unfit;
+        if (is_unfit || !(logit > best[row].logit))
+            continue;
+        int64_t token = 0;
+        while (logits[token] != logit)
+            token++;
+        best[row].logit = logit;
+        best[row].token = first + token;
     }
 }
 
@@ -270,7 +272,7 @@ static void greedy(const Work *w, int64_t thread)
     Best *best = s->best + thread * s->num_samples;
     float *logits = s->logits + first * panel * s->num_samples;
     for (int64_t row = 0; row < s->num_samples; row++)
-        best[row] = (Best){0, -1, 0};
+        best[row] = (Best){-INFINITY, 0, 0};
     for (; first < last; first += per_slice) {
         per_slice = per_slice < 1 ? 1 : per_slice > last - first ? last - first : per_slice;
         const int64_t column = first * panel, stride = per_slice * panel;
@@ -285,11 +287,11 @@ static void greedy(const Work *w, int64_t thread)
         for (int64_t other = 1; other < team_size(w->team); other++) {
             const Best *theirs = &s->best[other * s->num_samples + row];
             best[row].is_unfit |= theirs->is_unfit;
-            if (theirs->token >= 0 && (best[row].token < 0 || theirs->logit > best[row].logit))
+            if (theirs->logit > best[row].logit)
                 best[row] = (Best){theirs->logit, theirs->token, best[row].is_unfit};
         }
-        s->tokens[row] = best[row].token < 0 ? 0 : best[row].token;
-        s->finite[row] = best[row].token >= 0 && !best[row].is_unfit;
+        s->tokens[row] = best[row].token;
+        s->finite[row] = best[row].logit > -INFINITY && !best[row].is_unfit;
     }
 }
 

@@ -40,7 +40,7 @@ static inline int64_t rows_in_cache(int64_t k)
     return (blocks < 1 ? 1 : blocks) * BLOCK_ROWS;
 }
 
-#include "argmax.h"
+#include "largest.h"
 
 #define element float
 #define FN(name) name##_f32
@@ -71,4 +71,4 @@ static inline int64_t rows_in_cache(int64_t k)
 #include "attention_run.h"
 
 #define KERNELS(type) \
-    {2 * LANES, pack_##type, linear_##type, rms_norm_##type, rotate_##type, attend_decodes_##type, attend_run_##type, argmax}
+    {2 * LANES, pack_##type, linear_##type, rms_norm_##type, rotate_##type, attend_decodes_##type, attend_run_##type, largest}
