@@ -215,7 +215,9 @@ class ProcessDevice:
         while True:
             await asyncio.sleep(LOOK_S)
             # Not `poll`: it takes the socket's event from whoever waits in `recv`, who then sleeps beside a full socket.
-            if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            events = self._socket.get(zmq.EVENTS)
+            assert isinstance(events, int)
+            if events & zmq.POLLIN:
                 continue  # it has spoken, and has not been heard yet
             now = time.monotonic()
             patience_s = self.config.heartbeat_timeout_s

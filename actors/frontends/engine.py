@@ -133,8 +133,9 @@ class Engine:
                 ready.set_exception(failure)
             else:
                 self._log.error("engine.dead", reason=str(failure), exc_info=failure)
-                dead = isinstance(failure, EngineDeadError)
-                self._die(failure if dead else EngineDeadError(f"the engine has died: {failure!r}"))
+                self._die(
+                    failure if isinstance(failure, EngineDeadError) else EngineDeadError(f"the engine has died: {failure!r}")
+                )
 
     @asynccontextmanager
     async def _opened(self, started: float) -> AsyncIterator[Company]:

@@ -26,7 +26,7 @@ def too_many_threads(num_threads: int, cores: int) -> str | None:
     """What is wrong with `num_threads` compute threads on `cores` cores, in words; None if nothing is."""
     if num_threads <= cores:
         return None
-    return f"{num_threads} compute threads on {cores} usable cores make steps many times slower; set num_threads to at most {cores}"
+    return f"{num_threads} compute threads on {cores} usable cores make steps many times slower; set num_threads lower"
 
 
 class CoreWatch:

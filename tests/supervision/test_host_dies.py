@@ -138,7 +138,7 @@ async def test_a_host_that_dies_during_a_drain_is_replaced_and_the_drain_comes_t
     expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
     engine = await hosts.open("simulated", Fault("kill", step=8), step_s=0.005)
     tasks = begin(engine, requests)
-    await until(lambda: bool(engine._company.scheduler.core.queues.running))
+    await until(lambda: engine._company.scheduler.core.num_live == len(requests))
     assert await engine.drain(timeout_s=30)
     assert await results(tasks) == expected
     assert hosts.num_deeds == 1
@@ -214,21 +214,21 @@ async def test_a_step_that_hangs_while_the_host_beats_on_is_overdue(
 
 async def block_and_see(hosts: Hosts, seconds: float, **settings: Any) -> None:
     """Block the application's loop for so long, twice, in the very turn in which a step is sent. Nobody must die of it."""
-    requests = crowd(8, max_tokens=40)
+    requests = crowd(8, max_tokens=14)
     expected = await alone(hosts.models["simulated"], requests, **DEFAULTS["simulated"])
-    engine = await hosts.open("simulated", step_s=0.02, **settings)
+    engine = await hosts.open("simulated", step_s=0.25, **settings)  # longer than from one judgement to the next
     tasks = begin(engine, requests)
     scheduler = engine._company.scheduler
     really, count = scheduler._worker, itertools.count()
 
     def send(step: RunStep, predicted_s: float | None) -> None:
         really(step, predicted_s)
-        if next(count) in (3, 20):
+        if next(count) in (2, 9):
             time.sleep(seconds)
 
     scheduler._worker = send
     assert await results(tasks) == expected
-    assert next(count) > 20
+    assert next(count) > 9
     assert (await engine.stats()).num_restarts == 0
     assert await engine.audit() == []
 

@@ -50,7 +50,7 @@ def run(model: Any, job: Job) -> dict[str, Any]:
         return {"seconds": time.perf_counter() - began, "arrivals": [clock.arrivals]}
     cache = shared_prefix(model, job) if job.name == "C" else None
     mask = torch.ones_like(prompts)
-    model.generate(prompts, attention_mask=mask, past_key_values=cache, generation_config=greedy(job.max_tokens))
+    model.generate(prompts, attention_mask=mask, cache=cache, generation_config=greedy(job.max_tokens))
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "arrivals": [[(seconds, job.max_tokens)] for _ in job.prompts]}
 
@@ -60,7 +60,7 @@ def shared_prefix(model: Any, job: Job) -> DynamicCache:
     columns = zip(*job.prompts, strict=True)
     length = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([job.prompts[0][:length]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(torch.tensor([job.prompts[0][:length]]), cache=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(len(job.prompts))
     return cache
 

@@ -67,20 +67,20 @@ def test_queries_turn_in_place_and_keys_and_values_go_to_their_slots(
 INFINITY, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("width", [5, 64, 100])
-def test_the_first_largest_logit_wins_and_unfit_rows_are_told(kernel: Kernel, width: int) -> None:
-    logits = torch.randn(8, width + 3)
-    logits[:, width:] = 100.0  # padding
-    logits[0, 3] = logits[0, 4] = 50.0
-    logits[1, width - 1] = 50.0
-    logits[2, 2] = NAN
-    logits[3, 2] = INFINITY
-    logits[4, :width] = -INFINITY
-    logits[5, :] = -INFINITY
-    logits[5, 1] = -3.0
-    logits[6, width - 1] = NAN
-    logits[7, :width] = -1e30
-    tokens, finite = np.zeros(8, dtype=np.int32), np.zeros(8, dtype=np.uint8)
-    LIBRARY.run_argmax(kernel[0], logits.data_ptr(), 8, logits.stride(0), width, tokens.ctypes.data, finite.ctypes.data)
-    assert finite.tolist() == [1, 1, 0, 0, 0, 1, 0, 1]
-    assert tokens[[0, 1, 5, 7]].tolist() == [3, width - 1, 1, 0]
+@pytest.mark.parametrize("width", [1, 5, 64, 100])
+def test_the_largest_logit_is_found_and_unfit_rows_are_told(kernel: Kernel, width: int) -> None:
+    def largest(row: torch.Tensor) -> tuple[float, bool]:
+        is_unfit = ctypes.c_int64(7)
+        return LIBRARY.run_largest(kernel[0], row.data_ptr(), width, ctypes.byref(is_unfit)), bool(is_unfit.value)
+
+    logits = torch.randn(width + 3)
+    logits[width:] = NAN  # what lies behind is not read
+    assert largest(logits) == (logits[:width].max().item(), False)
+    for place in {0, width // 2, width - 1}:
+        for value, unfit in ((50.0, False), (NAN, True), (INFINITY, True), (-INFINITY, False)):
+            row = logits.clone()
+            row[place] = value
+            found = largest(row)
+            assert found[1] == unfit
+            assert unfit or found[0] == row[:width].max().item()
+    assert largest(torch.full((width + 3,), -INFINITY)) == (-INFINITY, False)
