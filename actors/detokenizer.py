@@ -9,7 +9,6 @@ over already.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer as TextTokenizer
@@ -24,7 +23,7 @@ from .text.detokenizer_core import REMEMBERED, DetokenizerCore
 RETRY_S = 0.01
 
 
-class Told(NamedTuple):
+class Told(msgspec.Struct, frozen=True, gc=False):
     """What the frontend has been told of a request."""
 
     num_characters: int

@@ -34,14 +34,14 @@ class Delivery:
         self.arrival_s = submit.arrival_s
         self.prompt = submit.prompt if isinstance(submit.prompt, str) else None
         self.prompt_token_ids: list[int] = []
-        self.text = ""
+        self._text = ""  # what its reader has taken; the copy that adding to it makes is then of a string that is read anyway
+        self._new_text = ""
         self.token_ids: list[int] = []
         self.last: TextDelta | None = None
         self.metrics: Metrics | None = None
         self.problem: Problem | None = None
         """Why no terminal will come: refused, or the engine has stopped."""
         self.is_closed = False
-        self._num_seen_characters = 0
         self.num_seen_tokens = 0
         """Tokens its reader has taken."""
         self._has_news = False
@@ -59,7 +59,7 @@ class Delivery:
 
     def on_delta(self, delta: TextDelta) -> None:
         """New text; the terminal is the last."""
-        self.text += delta.text
+        self._new_text += delta.text
         self.token_ids += delta.token_ids
         self.last = delta
         if delta.metrics is not None:
@@ -111,10 +111,13 @@ class Delivery:
         assert self.last is not None
         self._has_news = False
         last = self.last
-        text, token_ids = self.text, self.token_ids
+        new_text, self._new_text = self._new_text, ""
+        token_ids = self.token_ids
         if self.kind == "delta":
-            text, token_ids = text[self._num_seen_characters :], token_ids[self.num_seen_tokens :]
-        self._num_seen_characters, self.num_seen_tokens = len(self.text), len(self.token_ids)
+            text, token_ids = new_text, token_ids[self.num_seen_tokens :]
+        else:
+            text = self._text = self._text + new_text
+        self.num_seen_tokens = len(self.token_ids)
         completion = CompletionOutput(
             index=0, text=text, token_ids=list(token_ids), finish_reason=last.finish_reason, stop_reason=last.stop_reason
         )

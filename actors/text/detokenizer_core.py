@@ -127,9 +127,8 @@ class _Live:
     def advance(self, token_ids: list[int], end: SequenceEnd | None, sampled_s: float) -> TextDelta:
         """Take ids and perhaps the scheduler's end; a stop string complete by then wins over the end."""
         is_first = self.first_token_s is None
-        text, num_tokens, stop = self.machine.push(
-            token_ids, ends_with_stop_token=end is not None and end.finish_reason == "stop"
-        )
+        piece = self.machine.push(token_ids, ends_with_stop_token=end is not None and end.finish_reason == "stop")
+        text, num_tokens, stop = piece.text, piece.num_tokens, piece.stop
         if num_tokens:
             self._saw_tokens(sampled_s)
         if stop is None and end is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from ...protocol.messages import Open
 from .decode import TextDecoder, Vocabulary
 from .stops import StopStrings
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, gc=False):
     """What came of some ids: the text to give out now, and where a stop string ended the request.
 
     `num_tokens` of the given ids belong to the output; those after the one that completed `stop` do not.
@@ -38,15 +38,15 @@ class TextMachine:
     def push(self, token_ids: list[int], *, ends_with_stop_token: bool = False) -> Piece:
         """Take the next ids. A stop token at their end counts, but its text stays out unless stops are included."""
         with_text = token_ids[:-1] if ends_with_stop_token and not self._include else token_ids
-        released = []
+        released = ""
         for position, token_id in enumerate(with_text):
             self._num_tokens += 1
             # The text of the first `min_tokens` ids can be no part of a stop.
             armed = self._num_tokens > self._min_tokens
-            released.append(self._stops.feed(self._decoder.step(token_id), armed=armed))
+            released += self._stops.feed(self._decoder.step(token_id), armed=armed)
             if self._stops.matched is not None:
-                return Piece("".join(released), position + 1, self._stops.matched)
-        return Piece("".join(released), len(token_ids), None)
+                return Piece(released, position + 1, self._stops.matched)
+        return Piece(released, len(token_ids), None)
 
     def finish(self) -> Piece:
         """End the output: incomplete bytes become text, and a held tail that is no stop string is released."""

@@ -233,12 +233,16 @@ async def block_and_see(hosts: Hosts, seconds: float, **settings: Any) -> None:
     assert await engine.audit() == []
 
 
-async def test_a_blocked_loop_of_the_application_kills_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_flight", [1, 2])
+async def test_a_blocked_loop_of_the_application_kills_nobody(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, in_flight: int
+) -> None:
     monkeypatch.setattr("repertory.actors.devices.process.LEAST_OVERDUE_S", 0.6)
     monkeypatch.setattr("repertory.actors.devices.process.UNPREDICTED_S", 0.6)
-    await block_and_see(hosts, 1.5, heartbeat_timeout_s=0.4)
+    await block_and_see(hosts, 1.5, heartbeat_timeout_s=0.4, max_steps_in_flight=in_flight)
 
 
 @pytest.mark.slow
-async def test_a_loop_of_the_application_blocked_for_15_seconds_kills_nobody(hosts: Hosts) -> None:
-    await block_and_see(hosts, 15.0)
+@pytest.mark.parametrize("in_flight", [1, 2])
+async def test_a_loop_of_the_application_blocked_for_15_seconds_kills_nobody(hosts: Hosts, in_flight: int) -> None:
+    await block_and_see(hosts, 15.0, max_steps_in_flight=in_flight)

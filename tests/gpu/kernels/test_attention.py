@@ -17,8 +17,22 @@ from repertory.tests.gpu.kernels.calls import (
     scattered,
 )
 
-GROUPS = [(1, 1), (2, 1), (6, 2), (9, 3), (8, 2), (10, 2), (6, 1), (7, 1), (16, 2), (32, 32)]
-"""Query heads and KV heads: 1 to 8 query heads to a KV head, and packs of KV heads that are not full."""
+SHAPES = [
+    (1, 1, 64),
+    (2, 1, 128),
+    (6, 2, 96),
+    (9, 3, 64),
+    (8, 2, 128),
+    (8, 2, 96),
+    (10, 2, 64),
+    (6, 1, 128),
+    (7, 1, 64),
+    (16, 2, 96),
+    (16, 2, 128),
+    (32, 32, 128),
+    (20, 20, 64),
+]
+"""Query heads, KV heads, head_dim: 1 to 8 query heads to a KV head, several packs of KV heads, packs that are not full."""
 
 
 @pytest.fixture(params=KERNELS)
@@ -46,8 +60,7 @@ def test_decodes_of_any_context_and_block_size(kernel: Kernel, block_size: int) 
     check_decodes(kernel, [1, 2, 15, 16, 17, 63, 64, 65, 130], block_size=block_size)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_decodes_of_any_head_shape(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
     check_decodes(kernel, [1, 70], heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
@@ -64,8 +77,7 @@ def test_chunks_of_any_length_context_and_block_size(kernel: Kernel, count: int,
     assert found[0].isnan().all() and found[-1].isnan().all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_chunks_of_any_head_shape(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
     pool = Pool.make(kernel[1], tokens=20, num_blocks=3, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     table = pool.fill(37, [2, 0, 1])

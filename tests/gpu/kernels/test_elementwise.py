@@ -31,8 +31,7 @@ def test_a_norm_equals_its_reference(kernel: Kernel, width: int) -> None:
     assert (y[3] == 7).all()
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 96, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (9, 3)])
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(16, 4, 2), (32, 1, 1), (64, 9, 3), (96, 2, 1), (128, 4, 2)])
 def test_queries_turn_in_place_and_keys_and_values_go_to_their_slots(
     kernel: Kernel, head_dim: int, heads: int, kv_heads: int
 ) -> None:

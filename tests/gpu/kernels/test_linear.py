@@ -20,6 +20,7 @@ from repertory.tests.gpu.kernels.calls import (
 )
 
 ROWS = [1, 2, 3, 5, 8, 12, 13, 16, 17, 31, 32, 33, 65, 600]
+SOME_ROWS = [1, 7, 16, 17, 34, 530]
 
 
 @pytest.fixture(params=KERNELS)
@@ -42,7 +43,7 @@ def test_a_product_equals_its_reference_and_stays_in_its_place(kernel: Kernel, m
     assert (y[m:] == 7).all() and (y[:, 96:] == 7).all()
 
 
-@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("m", SOME_ROWS)
 def test_a_residual_is_added_to(kernel: Kernel, m: int) -> None:
     x, weights = inputs(kernel, m, 64, 96)
     y = torch.randn(m + 1, 64).to(kernel[1])
@@ -53,7 +54,7 @@ def test_a_residual_is_added_to(kernel: Kernel, m: int) -> None:
     assert torch.equal(y[m:], before[m:])
 
 
-@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("m", SOME_ROWS)
 def test_gate_and_up_are_multiplied_after_silu(kernel: Kernel, m: int) -> None:
     x, weights = inputs(kernel, m, 2 * 96, 64)
     y = torch.full((m + 1, 96), 7.0, dtype=kernel[1])
