@@ -27,8 +27,6 @@ from .benching.serve import serve
 from .engine_flags import GROUPS, ConfigFile, engine_flags
 
 _DEFAULTS = {"model": "demo", "log_level": "warning"}
-_TABLE_DEFAULTS = {**_DEFAULTS, "max_num_seqs": 16}
-"""The same limit for all three; a static batch is as large as it."""
 _TABLE_REQUESTS = 160
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ else:
     EngineFlags = engine_flags(without=GROUPS["Serving"], defaults=_DEFAULTS)
     # Three of the settings are what is compared, and --seed is the load's own.
     TableFlags = engine_flags(
-        without=(*GROUPS["Serving"], "seed", "scheduling_policy", "enable_chunked_prefill"), defaults=_TABLE_DEFAULTS
+        without=(*GROUPS["Serving"], "seed", "scheduling_policy", "enable_chunked_prefill"), defaults=_DEFAULTS
     )
 
 bench = App(name="bench", help="Measure this engine, or any OpenAI-compatible server.")
@@ -89,6 +87,9 @@ def compare(
     rate: Annotated[
         float | None, Parameter(help="arrivals a second [default: a share of what is measured first]", group=LOAD)
     ] = None,
+    static_batch: Annotated[
+        int, Parameter(help="requests in a static batch; --max-num-seqs is the others' limit", group=LOAD)
+    ] = 16,
     seed: Annotated[int, Parameter(help="of prompts, lengths and arrivals", group=LOAD)] = 1,
     quick: Annotated[bool, Parameter(help="fewer and shorter requests", negative="", show_default=False, group=LOAD)] = False,
     output: Output = None,
@@ -97,14 +98,16 @@ def compare(
 ) -> int:
     """Static, continuous, and continuous batching with chunked prefill, on the same mixed Poisson arrivals.
 
-    The one prompt of 4,000 tokens is in every figure but the P99 of TTFT, where it is one in 160; it has a row of its own.
+    A static batch is of a size that is fixed ahead, so it has a limit of its own. The one prompt of 4,000 tokens is in
+    every figure but the P99 of TTFT, where it is one in 160; it has a line of its own.
     """
     if rate is not None and not 0 < rate < math.inf:
         raise ValidationError(f"--rate must be above 0, got {rate}", field="rate", value=rate)
-    count = num_requests or (table.QUICK_REQUESTS if quick else _TABLE_REQUESTS)
+    count = (table.QUICK_REQUESTS if quick else _TABLE_REQUESTS) if num_requests is None else num_requests
     at_least_one(count, "num_requests")
-    plan = table.Plan(count, rate, seed, table.QUICK_LENGTHS if quick else arrivals.Lengths())
-    settings = _settings(engine, config, defaults=_TABLE_DEFAULTS)
+    at_least_one(static_batch, "static_batch")
+    plan = table.Plan(count, rate, static_batch, seed, table.QUICK_LENGTHS if quick else arrivals.Lengths())
+    settings = _settings(engine, config)
     output = checked_output(output)
     found = anyio.run(partial(table.compare, plan, settings, factory=open_engine, step=_bar))
     _show_table(found, plan, settings, output)
@@ -121,8 +124,8 @@ def open_engine(config: EngineConfig) -> AbstractAsyncContextManager[BenchEngine
     return cast("AbstractAsyncContextManager[BenchEngine]", Engine(config))
 
 
-def _settings(flags: dict[str, Any] | None, file: Path | None, defaults: dict[str, Any] = _DEFAULTS) -> EngineConfig:
-    settings = load_config(flags=flags or {}, file=file, defaults=defaults)
+def _settings(flags: dict[str, Any] | None, file: Path | None) -> EngineConfig:
+    settings = load_config(flags=flags or {}, file=file, defaults=_DEFAULTS)
     configure_logging(settings.log_format, settings.log_level)
     return settings
 
@@ -151,7 +154,7 @@ def _show_table(found: table.Found, plan: table.Plan, settings: EngineConfig, ou
     title = f"{plan.num_requests} requests, {show.number(found.rate)} a second ({settings.model}, {found.device})"
     if output.as_json:
         facts = {"benchmark": "table", "model": settings.model, "device": found.device, "settings": shown(settings)}
-        load = {"num_requests": plan.num_requests, "rate": found.rate, "seed": plan.seed}
+        load = {"num_requests": plan.num_requests, "rate": found.rate, "static_batch": plan.static_batch, "seed": plan.seed}
         show.write_json({**facts, **load, "outcomes": found.outcomes, "ratios": table.ratios(found.outcomes)}, sys.stdout)
     else:
         header = ["", *(outcome.name for outcome in found.outcomes)]

@@ -13,8 +13,8 @@ WINDOW_S = 5.0
 
 FEWEST_STEPS = 20
 
-SHARE_WANTED = 0.75
-"""Of the time of its steps, how much the calling thread should be running."""
+SHARE_WANTED = 0.6
+"""Of the time of its steps, how much the calling thread should be running; an equal rival on its core leaves it half."""
 
 
 def usable_cores() -> int:

@@ -29,7 +29,7 @@ _MAX_QUERY_GROUP = 16
 _MAX_HEAD_DIM = 256
 
 
-def why_not(config: ModelConfig, dtype: torch.dtype, level: int) -> str | None:
+def why_not(config: ModelConfig, level: int) -> str | None:
     """What of this model the kernels of `level` do not compute, in words; None if they compute it all."""
     if config.qkv_bias:
         return "the C kernels have no biases"

@@ -49,7 +49,7 @@ def open_path(model: ModelConfig, weights: DecoderWeights, pool: KvPool, *, back
     try:
         library = open_library()
         level = level_for(library, pool.blocks.dtype, backend)
-        if reason := why_not(model, pool.blocks.dtype, level):
+        if reason := why_not(model, level):
             raise KernelsUnavailableError(reason)
     except KernelsUnavailableError as error:
         if backend != "auto":

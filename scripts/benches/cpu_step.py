@@ -1,8 +1,8 @@
-"""Milliseconds of a model step on the CPU, torch against the C kernels: `scripts/bench cpu_step`.
+"""Milliseconds of a model step on the CPU, torch against the C kernels: `scripts/bench cpu-step`.
 
 Both compute the same steps in turn in one process, so the ratio holds on a busy machine where the times do not; with
 `--cpu-time` what other processes take is left out as well. `floor` is what reading the weights alone takes at the
-bandwidth measured here, in the kernels' packed form. Pin it: `OMP_NUM_THREADS=1 taskset -c 1 scripts/bench cpu_step`.
+bandwidth measured here, in the kernels' packed form. Pin it: `OMP_NUM_THREADS=1 taskset -c 1 scripts/bench cpu-step`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
 def main() -> None:
     """Print a table of step times."""
-    parser = argparse.ArgumentParser(prog="scripts/bench cpu_step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/bench cpu-step", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="float32 or bfloat16 (default: what the engine would take)")
     parser.add_argument("--level", default="auto", help="instruction set of the kernels: amx, avx512, avx2, portable")

@@ -253,7 +253,7 @@ COLUMNS = ("wall", "cpu", "core", "plan", "apply", "sched. rest", "send", "recei
 
 
 def columns(times: dict[str, float]) -> dict[str, float]:
-    """The table's columns: each microsecond of the thread is in one of those after "core", which is the scheduler and its link."""
+    """The table's columns. After "core" (the scheduler and its link) come those that each microsecond of the thread is in."""
     found = defaultdict(float, times)
     actors = ("scheduler", "frames", "receive", "detokenizer", "dispatcher")
     found["reading"] = found["cpu"] - sum(found[actor] for actor in actors)

@@ -58,6 +58,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--repetitions: at least 1")
     if options.core not in os.sched_getaffinity(0):
         parser.error(f"--core: {options.core} is not one of {sorted(os.sched_getaffinity(0))}")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
     return options
 
 
@@ -78,7 +80,8 @@ def main() -> int:
     options = arguments()
     folder = options.folder.expanduser().resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    model = weights.bf16_directory(resolve_model("demo", progress=say), folder / "demo-bf16")
+    source = resolve_model("demo", progress=say)
+    model = weights.bf16_directory(source, folder / f"{source.name}-bf16")
     commands = engine_commands(folder, model, options)
     rounds = Rounds(repetitions=options.repetitions, small=options.smoke, say=say)
     for letters, budget in (("ABCD", None), ("E", BUDGET_E)):
@@ -104,7 +107,7 @@ def engine_commands(folder: Path, model: Path, options: argparse.Namespace) -> d
             weight_file = model
             if peer == "llamacpp":
                 programs = folder / "llamacpp/build/bin"
-                weight_file = weights.bf16_gguf(demo_file(), folder / "demo-bf16.gguf", programs=programs)
+                weight_file = weights.bf16_gguf(demo_file(), folder / f"{model.name}.gguf", programs=programs)
         except (InstallError, OSError, subprocess.SubprocessError) as error:
             say(f"{peer}: left out: {error}")
             continue

@@ -20,7 +20,7 @@ class Request(NamedTuple):
 class Lengths(NamedTuple):
     """Sizes of a mixed workload in tokens: pairs are the shortest and the longest."""
 
-    chat: tuple[int, int] = (32, 128)
+    chat: tuple[int, int] = (16, 64)
     document: tuple[int, int] = (1000, 1500)
     book: int = 4000
     short_answer: tuple[int, int] = (8, 16)
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 DOCUMENT_EVERY = 20
 """One prompt in so many is a document. One in all of them, in the middle, is a book."""
 
-LONG_ANSWER_SHARE = 0.12
+LONG_ANSWER_SHARE = 0.15
 
 
 def poisson_times(count: int, rate: float, rng: random.Random) -> list[float]:
@@ -83,4 +83,4 @@ def shared_prefix_prompts(
 def random_ids(count: int, rng: random.Random, vocab_size: int) -> list[int]:
     """`count` ids of ordinary tokens."""
     first = min(FIRST_PLAIN_ID, vocab_size - 1)
-    return [rng.randrange(first, vocab_size) for _ in range(count)]
+    return rng.choices(range(first, vocab_size), k=count)

@@ -6,6 +6,7 @@ matplotlib is wanted only here, and is not among the package's requirements.
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +61,7 @@ def _bars(axes: Any, panel: Panel) -> None:
         ordered = sorted(value for value in values if value == value)
         if not ordered:
             continue
-        middle = ordered[len(ordered) // 2]
+        middle = statistics.median(ordered)
         axes.bar(index, middle, width=0.5, yerr=[[middle - ordered[0]], [ordered[-1] - middle]], capsize=6)
         axes.annotate(f" {number(middle)}", (index, middle), ha="left", va="bottom")
     axes.set(title=panel.title, ylabel=panel.unit, xlim=(-0.7, len(panel.series) - 0.3), xticks=[])

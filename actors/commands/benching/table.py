@@ -3,7 +3,10 @@
 Each setting runs in an engine of its own, one after the other. Requests come at the times of one
 Poisson process, whether the engine keeps up or not, and a request's TTFT counts from the time it was
 due. The rate is a share of what this machine can serve, measured first: light enough that continuous
-batching follows, and much more than static batching can.
+batching follows, and more than static batching can.
+
+The size of a static batch is fixed ahead, for the longest answers that may come; so it is a setting
+beside the others' limit, as in the seed's table (16 against 64 and 128).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from .drive import Advance, BenchEngine, EngineFactory, fitted, stream, warm_up
 from .metrics import Timeline, latencies_ms, percentile
 from .show import Bar, number
 
-LOAD = 0.9
+LOAD = 0.7
 """The rate of arrivals, as a share of what was measured."""
 
 SAMPLE_EVERY_S = 0.05
@@ -70,6 +73,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     peak_kv_share: float
     mean_concurrency: float
     peak_concurrency: float
+    max_num_seqs: int
 
 
 class Plan(NamedTuple):
@@ -77,6 +81,7 @@ class Plan(NamedTuple):
 
     num_requests: int
     rate: float | None
+    static_batch: int
     seed: int
     lengths: Lengths
 
@@ -99,20 +104,21 @@ async def compare(plan: Plan, config: EngineConfig, *, factory: EngineFactory, s
     rate = plan.rate
     if rate is None:
         with step("measuring the rate", CALIBRATION_REQUESTS) as advance:
-            async with factory(_configured(config, SETTINGS[-1], rate=None)) as engine:
+            async with factory(_configured(config, SETTINGS[-1])) as engine:
                 rate = LOAD * await capacity_rate(engine, plan.lengths, advance)
     outcomes: list[Outcome] = []
     latencies: dict[str, dict[str, list[float]]] = {}
     device = ""
     for setting in SETTINGS:
+        configured = _configured(config, setting, rate=rate, static_batch=plan.static_batch)
         with step(setting.name, plan.num_requests) as advance:
-            async with factory(_configured(config, setting, rate=rate)) as engine:
+            async with factory(configured) as engine:
                 device = engine.capacity.device
                 requests = mixed(
                     plan.num_requests, rate, seed=plan.seed, vocab_size=engine.capacity.vocab_size, lengths=plan.lengths
                 )
                 timelines, use = await replay(engine, requests, advance)
-        outcomes.append(outcome(setting.name, timelines, use))
+        outcomes.append(outcome(setting.name, timelines, use, limit=configured.running_limit))
         latencies[setting.name] = latencies_ms(timelines)
     return Found(rate, device, outcomes, latencies)
 
@@ -172,7 +178,7 @@ async def _watch(engine: BenchEngine, use: Use) -> None:
         await anyio.sleep(SAMPLE_EVERY_S)
 
 
-def outcome(name: str, timelines: Sequence[Timeline], use: Use) -> Outcome:
+def outcome(name: str, timelines: Sequence[Timeline], use: Use, *, limit: int) -> Outcome:
     """The figures of one setting. The throughput is that of the whole run, from its start to its last token."""
     found = latencies_ms(timelines)
     seconds = max(timeline.at_s[-1] for timeline in timelines) - min(timeline.sent_s for timeline in timelines)
@@ -190,6 +196,7 @@ def outcome(name: str, timelines: Sequence[Timeline], use: Use) -> Outcome:
         peak_kv_share=max(use.kv_shares, default=0.0),
         mean_concurrency=sum(use.running) / max(1, len(use.running)),
         peak_concurrency=max(use.running, default=0.0),
+        max_num_seqs=limit,
     )
 
 
@@ -226,14 +233,19 @@ def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
         ("TBT P99 (ms)", lambda found: number(found.p99_tbt_ms)),
         ("KV memory in use, mean / peak", lambda found: f"{found.mean_kv_share:.1%} / {found.peak_kv_share:.1%}"),
         ("concurrency, mean / peak", lambda found: f"{found.mean_concurrency:.1f} / {found.peak_concurrency:.0f}"),
+        ("its limit", lambda found: str(found.max_num_seqs)),
         ("duration (s)", lambda found: number(found.duration)),
     ]
     return [[name, *(cell(found) for found in outcomes)] for name, cell in lines]
 
 
-def _configured(config: EngineConfig, setting: Setting, *, rate: float | None) -> EngineConfig:
+def _configured(
+    config: EngineConfig, setting: Setting, *, rate: float | None = None, static_batch: int | None = None
+) -> EngineConfig:
     """`config` under `setting`. A static batch is gathered for as long as one takes to arrive, 1 s at most."""
     changes = dict(setting.changes)
-    if setting.name == "static" and rate and not config.scheduling_delay_s:
-        changes["scheduling_delay_s"] = min(LONGEST_GATHER_S, config.running_limit / rate)
+    if setting.name == "static" and rate is not None and static_batch is not None:
+        changes["max_num_seqs"] = min(static_batch, config.running_limit)
+        if not config.scheduling_delay_s:
+            changes["scheduling_delay_s"] = min(LONGEST_GATHER_S, changes["max_num_seqs"] / rate)
     return msgspec.structs.replace(config, **changes)

@@ -68,7 +68,7 @@ static inline vf exp2_for_bf16(vf a)
 }
 
 /* Always inlined: gcc takes a function that only prefetches for one without effect, and drops its calls. */
-static inline __attribute__((always_inline)) void fetch_lines(const void *from, int64_t count)
+INLINE void fetch_lines(const void *from, int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
         _mm_prefetch((const char *)from + 64 * i, _MM_HINT_T1);

@@ -40,6 +40,8 @@ typedef struct {
     int64_t first_kv_head, kv_heads, lanes; /* the first counted from the walk's */
 } Pack;
 
+_Static_assert(sizeof(Pack) <= PACK_BYTES && PAGES * 16 <= COPIED_KEYS, "scratch_bytes must know");
+
 /* One pack's step, by key. */
 typedef struct {
     alignas(64) float scores[PAGES * 16][16];
@@ -146,7 +148,7 @@ static void find_pages(Pages *p, const Walk *w, int64_t row, int64_t page, int64
 }
 
 /* `count` lines of the page to fetch, from line `first` on, K before V. */
-static inline __attribute__((always_inline)) void fetch_page(const Pages *p, const Walk *w, int64_t page, uint32_t first, int count)
+INLINE void fetch_page(const Pages *p, const Walk *w, int64_t page, uint32_t first, int count)
 {
     const char *side = first < w->lines ? p->next_keys[page] : p->next_values[page];
     first = first < w->lines ? first : first - w->lines;
@@ -241,7 +243,7 @@ typedef struct {
 } Block;
 
 /* sums[heads][32 * vectors] += weights x values */
-static inline __attribute__((always_inline)) void weigh_block(const int heads, const int vectors, const Block *b)
+INLINE void weigh_block(const int heads, const int vectors, const Block *b)
 {
     const int64_t stride = b->pages->stride;
     vf sums[4][4];
@@ -278,7 +280,7 @@ static inline __attribute__((always_inline)) void weigh_block(const int heads, c
             _mm512_store_ps(b->pack->sums[b->lane + i] + b->dimension + 16 * v, sums[i][v]);
 }
 
-static inline __attribute__((always_inline)) void weigh_heads(int64_t heads, const int vectors, const Block *b)
+INLINE void weigh_heads(int64_t heads, const int vectors, const Block *b)
 {
     switch (heads) {
     case 1: weigh_block(1, vectors, b); break;

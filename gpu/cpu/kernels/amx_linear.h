@@ -18,7 +18,8 @@ static void pack_amx(const void *weights, void *packed, int64_t n, int64_t k, bo
         for (int64_t step = 0; step < steps; step++) {
             __m512i r[16];
             for (int i = 0; i < 16; i++)
-                r[i] = first + i < n ? _mm512_loadu_si512((const bf16 *)weights + (first + i) * k + step * 32) : _mm512_setzero_si512();
+                r[i] = first + i < n ? _mm512_loadu_si512((const bf16 *)weights + (first + i) * k + step * 32)
+                                     : _mm512_setzero_si512();
             transpose(r);
             bf16 *to = (bf16 *)packed + ((tile / 2 * steps + step) * 2 + tile % 2) * TILE;
             for (int i = 0; i < 16; i++)
@@ -35,7 +36,7 @@ static inline vf silu_times(vf gate, vf up)
 }
 
 /* One row of a 32 x 32 block to its place. */
-static inline __attribute__((always_inline)) void finish(const int epilogue, const float *sums, void *y)
+INLINE void finish(const int epilogue, const float *sums, void *y)
 {
     vf left = _mm512_load_ps(sums), right = _mm512_load_ps(sums + 16);
     if (epilogue == LOGITS) {
@@ -53,14 +54,14 @@ static inline __attribute__((always_inline)) void finish(const int epilogue, con
 }
 
 /* Where row `row` of a panel goes. */
-static inline __attribute__((always_inline)) char *destination(const int epilogue, const Linear *l, int64_t row, int64_t panel)
+INLINE char *destination(const int epilogue, const Linear *l, int64_t row, int64_t panel)
 {
     const int64_t size = epilogue == LOGITS ? sizeof(float) : sizeof(bf16), columns = epilogue == SILU_MUL ? 16 : PANEL;
     return (char *)l->y + (row * l->y_stride + panel * columns) * size;
 }
 
 /* At most 16 rows: two accumulators, bound by the stream of weights. */
-static inline __attribute__((always_inline)) void few_rows(const int epilogue, const Linear *l, int64_t first_panel, int64_t last_panel)
+INLINE void few_rows(const int epilogue, const Linear *l, int64_t first_panel, int64_t last_panel)
 {
     const int64_t steps = l->k / 32;
     alignas(64) float sums[16][PANEL];
@@ -93,16 +94,15 @@ typedef struct {
     int64_t row, rows;
 } Unwritten;
 
-static inline __attribute__((always_inline)) void write_rows(const int epilogue, Unwritten *block, int64_t y_bytes, int64_t count)
+INLINE void write_rows(const int epilogue, Unwritten *block, int64_t y_bytes, int64_t count)
 {
     for (; count > 0 && block->row < block->rows; count--, block->row++)
         finish(epilogue, block->sums[block->row], block->y + block->row * y_bytes);
 }
 
 /* 32 x 32 products over the whole depth, while the block before is written two rows a step. */
-static inline __attribute__((always_inline)) void multiply_32x32(const int epilogue, const bf16 *x, int64_t x_stride, const bf16 *w,
-                                                                 int64_t steps, Unwritten *before, int64_t y_bytes, const bf16 *fetched,
-                                                                 int64_t lines)
+INLINE void multiply_32x32(const int epilogue, const bf16 *x, int64_t x_stride, const bf16 *w, int64_t steps,
+                           Unwritten *before, int64_t y_bytes, const bf16 *fetched, int64_t lines)
 {
     _tile_zero(0);
     _tile_zero(1);
@@ -124,7 +124,7 @@ static inline __attribute__((always_inline)) void multiply_32x32(const int epilo
     write_rows(epilogue, before, y_bytes, 32);
 }
 
-static inline __attribute__((always_inline)) void many_rows(const int epilogue, const Linear *l, int64_t first_panel, int64_t last_panel)
+INLINE void many_rows(const int epilogue, const Linear *l, int64_t first_panel, int64_t last_panel)
 {
     const int64_t steps = l->k / 32, blocks = (l->m + 31) / 32;
     const int64_t lines = blocks < 32 ? 32 / blocks : 1; /* to fetch a step, so that a panel's blocks fetch the next panel */
@@ -149,8 +149,7 @@ static inline __attribute__((always_inline)) void many_rows(const int epilogue, 
     write_rows(epilogue, &before, y_bytes, 32);
 }
 
-static inline __attribute__((always_inline)) void linear_with(const int epilogue, const Linear *linear, int64_t first_panel,
-                                                              int64_t last_panel)
+INLINE void linear_with(const int epilogue, const Linear *linear, int64_t first_panel, int64_t last_panel)
 {
     const int64_t group = linear->k > 1000 ? 256 : 512; /* rows that stay in L2 */
     for (int64_t row = 0; row < linear->m; row += group) {

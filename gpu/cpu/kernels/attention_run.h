@@ -15,7 +15,7 @@ typedef struct {
     float *sums;   /* [head_dim][2 * LANES] */
 } FN(RunScratch);
 
-/* Copies the run's keys and values of one head; zeros up to a multiple of STEP_KEYS, so that nothing stale meets a weight of 0. */
+/* Copies the run's keys and values of one head. Zeros up to a multiple of STEP_KEYS: nothing stale may meet a weight of 0. */
 static void FN(gather)(const Attention *a, const Run *run, const FN(RunScratch) * s)
 {
     const int64_t dim = a->head_dim, padded = (run->keys + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS;
@@ -33,8 +33,8 @@ static void FN(gather)(const Attention *a, const Run *run, const FN(RunScratch) 
 }
 
 /* out[rows][2 vectors] = or += x x panel, `count` rows in blocks. */
-static void FN(product)(float *out, bool adds, const float *x, int64_t x_step, int64_t block_stride, const float *panel, int64_t depth,
-                        int64_t count)
+static void FN(product)(float *out, bool adds, const float *x, int64_t x_step, int64_t block_stride, const float *panel,
+                        int64_t depth, int64_t count)
 {
     for (int64_t row = 0; row < count; row += BLOCK_ROWS, x += block_stride) {
         vf sums[BLOCK_ROWS][2];
@@ -51,7 +51,8 @@ static void FN(product)(float *out, bool adds, const float *x, int64_t x_step, i
 }
 
 /* One step of the softmax for one vector of queries: scores become weights, sums shrink to the new maximum. */
-static void FN(open_softmax)(float *scores, int64_t first_key, bool masks, vf limits, vf *maximum, vf *sum, float *sums, int64_t dim)
+static void FN(open_softmax)(float *scores, int64_t first_key, bool masks, vf limits, vf *maximum, vf *sum, float *sums,
+                             int64_t dim)
 {
     vf largest = *maximum;
     for (int t = 0; t < STEP_KEYS; t++) {
@@ -85,8 +86,8 @@ static inline FN(Place) FN(place)(const Attention *a, const Run *run, int64_t r)
     return (FN(Place)){run->decodes[run->members[i]].token, run->members[i] * a->num_heads + head, head, run->keys};
 }
 
-static void FN(write_query)(const Attention *a, const Run *run, const FN(RunScratch) * s, FN(Place) place, int lane, float maximum,
-                            float sum)
+static void FN(write_query)(const Attention *a, const Run *run, const FN(RunScratch) * s, FN(Place) place, int lane,
+                            float maximum, float sum)
 {
     const int64_t dim = a->head_dim;
     if (run->members) {
@@ -122,8 +123,8 @@ static void FN(attend_queries)(const Attention *a, const Run *run, const FN(RunS
     for (int64_t key = 0; key < limits[2 * LANES - 1]; key += STEP_KEYS) {
         FN(product)(scores, false, s->keys + key * dim, BLOCK_ROWS, BLOCK_ROWS * dim, s->query, dim, STEP_KEYS);
         for (int v = 0; v < 2; v++)
-            FN(open_softmax)(scores + v * LANES, key, key + STEP_KEYS > limits[0], vf_load_f32(limits + v * LANES), &maximum[v], &sum[v],
-                             s->sums + v * LANES, dim);
+            FN(open_softmax)(scores + v * LANES, key, key + STEP_KEYS > limits[0], vf_load_f32(limits + v * LANES), &maximum[v],
+                             &sum[v], s->sums + v * LANES, dim);
         FN(product)(s->sums, true, s->values + key * dim, dim, BLOCK_ROWS, scores, STEP_KEYS, dim);
     }
     for (int v = 0; v < 2; v++) {

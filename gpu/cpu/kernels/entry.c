@@ -24,7 +24,6 @@ EXPORT void pack(int64_t level, int64_t is_bf16, const void *weights, void *pack
 /* Scratch for each thread, in bytes, when runs have at most `keys` keys and linear layers at most `depth` inputs. */
 EXPORT int64_t scratch_bytes(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t keys, int64_t depth)
 {
-    enum { PACK_BYTES = 40 << 10, COPIED_KEYS = 64 }; /* see amx_decode.h */
     const int64_t padded = (keys + 64) / 64 * 64 + 64;
     const int64_t run = (2 * padded + 4 * 64) * head_dim * sizeof(float);
     const int64_t rows = ((256 << 10) + 32 * depth) * sizeof(float);
@@ -40,7 +39,8 @@ EXPORT void run_linear(int64_t level, int64_t is_bf16, const Linear *linear, voi
     k->linear(linear, 0, (linear->n + k->panel - 1) / k->panel, scratch);
 }
 
-EXPORT void run_rms_norm(int64_t level, int64_t is_bf16, const void *x, const void *weight, void *y, int64_t rows, int64_t width, double eps)
+EXPORT void run_rms_norm(int64_t level, int64_t is_bf16, const void *x, const void *weight, void *y, int64_t rows, int64_t width,
+                         double eps)
 {
     find_kernels(level, is_bf16)->rms_norm(x, weight, y, rows, width, (float)eps);
 }
@@ -50,8 +50,8 @@ EXPORT void run_rotate(int64_t level, int64_t is_bf16, const Rotation *rotation,
     find_kernels(level, is_bf16)->rotate(rotation, 0, num_tokens);
 }
 
-EXPORT void run_attend_decodes(int64_t level, int64_t is_bf16, const Attention *attention, const int32_t *tables, const Decode *rows,
-                               int64_t count, void *scratch)
+EXPORT void run_attend_decodes(int64_t level, int64_t is_bf16, const Attention *attention, const int32_t *tables,
+                               const Decode *rows, int64_t count, void *scratch)
 {
     find_kernels(level, is_bf16)->attend_decodes(attention, tables, rows, 0, count, 0, attention->num_kv_heads, scratch);
 }

@@ -38,7 +38,8 @@ static bool has_level(int64_t level)
         return false;
     int answer = atomic_load_explicit(&known[level], memory_order_relaxed);
     if (!answer) {
-        bool has = level == BASE || (level == AVX2 && has_avx2()) || (level == AVX512 && has_avx512()) || (level == AMX && has_amx());
+        bool has = level == BASE || (level == AVX2 && has_avx2()) || (level == AVX512 && has_avx512()) ||
+                   (level == AMX && has_amx());
         atomic_store_explicit(&known[level], answer = has ? 2 : 1, memory_order_relaxed);
     }
     return answer == 2;

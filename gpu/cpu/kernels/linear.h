@@ -9,8 +9,8 @@
  */
 
 /* sums[r][:] += x[k * x_step + r] * panel[k][:] over k. `rows` is a constant where this is inlined. */
-static inline __attribute__((always_inline)) void FN(multiply_block)(const int rows, vf (*sums)[2], const float *x, int64_t x_step,
-                                                                     const element *panel, int64_t depth, bool fetches_next)
+INLINE void FN(multiply_block)(const int rows, vf (*sums)[2], const float *x, int64_t x_step, const element *panel,
+                               int64_t depth, bool fetches_next)
 {
     const int64_t ahead = depth * 2 * LANES;
     for (int64_t k = 0; k < depth; k++) {
@@ -57,8 +57,7 @@ static inline void FN(finish)(const Linear *linear, int64_t row, int64_t panel, 
     STORE(y + LANES, right);
 }
 
-static inline __attribute__((always_inline)) void FN(block)(const int rows, const Linear *linear, const float *x, int64_t row,
-                                                            int64_t panel, bool fetches_next)
+INLINE void FN(block)(const int rows, const Linear *linear, const float *x, int64_t row, int64_t panel, bool fetches_next)
 {
     const element *weights = (const element *)linear->weights + panel * linear->k * 2 * LANES;
     vf sums[BLOCK_ROWS][2];

@@ -14,6 +14,7 @@
 enum { ABI = 1 };
 
 #define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t bf16;
 
@@ -85,6 +86,9 @@ typedef struct {
     const float *rotation; /* [tokens, head_dim]: cosines, then sines */
     int64_t num_heads, num_kv_heads, head_dim;
 } Rotation;
+
+/* What attend_decodes needs of scratch for each KV head, and keys that it copies where blocks are not multiples of 16. */
+enum { PACK_BYTES = 40 << 10, COPIED_KEYS = 64 };
 
 /* The kernels of one level and element. `scratch` is the calling thread's, as large as scratch_bytes says. */
 typedef struct {

@@ -137,27 +137,32 @@ static void attend_groups(Work *w, int64_t thread, const Attention *a, int64_t l
     }
 }
 
-/* Decode rows in runs of equally many keys. With fewer rows than threads a row's heads are shared out too. */
+/* Into how many parts the heads of decode rows are divided: for fewer rows than threads have use for, more than one. */
+static int64_t head_parts(const Work *w)
+{
+    const int64_t threads = team_size(w->team), wanted = (2 * threads + w->s->num_decodes - 1) / w->s->num_decodes;
+    return threads == 1 ? 1 : wanted < w->m->num_kv_heads ? wanted : w->m->num_kv_heads;
+}
+
+/* Each thread takes the rows whose keys lie in its share of all keys, counted over rows and then parts of the heads. */
 static void attend_decodes(const Work *w, int64_t thread, const Attention *a)
 {
     const Step *s = w->s;
-    const int64_t threads = team_size(w->team);
-    int64_t parts = s->num_decodes >= 2 * threads ? 1 : (2 * threads + s->num_decodes - 1) / (s->num_decodes ? s->num_decodes : 1);
-    parts = threads == 1 ? 1 : parts > a->num_kv_heads ? a->num_kv_heads : parts;
+    const int64_t threads = team_size(w->team), parts = head_parts(w);
     int64_t total = 0, before = 0;
     for (int64_t i = 0; i < s->num_decodes; i++)
         total += s->decodes[i].context - s->decodes[i].shared;
     for (int64_t part = 0; part < parts; part++) {
-        int64_t first = -1, last = -1;
+        int64_t first = s->num_decodes, last = 0;
         for (int64_t i = 0; i < s->num_decodes; i++) {
-            int64_t middle = before + (s->decodes[i].context - s->decodes[i].shared) / 2;
-            before += s->decodes[i].context - s->decodes[i].shared;
+            const int64_t keys = s->decodes[i].context - s->decodes[i].shared, middle = before + keys / 2;
+            before += keys;
             if (middle * threads / (total * parts) == thread) {
-                first = first < 0 ? i : first;
+                first = i < first ? i : first;
                 last = i + 1;
             }
         }
-        if (first >= 0)
+        if (first < last)
             w->k->attend_decodes(a, s->tables, s->decodes, first, last, a->num_kv_heads * part / parts,
                                  a->num_kv_heads * (part + 1) / parts, scratch_of(w, thread));
     }

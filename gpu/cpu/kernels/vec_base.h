@@ -24,7 +24,12 @@ static inline vf vf_load_f32(const float *p) { vf r; memcpy(&r, p, sizeof r); re
 static inline void vf_store_f32(float *p, vf a) { memcpy(p, &a, sizeof a); }
 
 /* `a` where `limits` > `key`, minus infinity's stand-in elsewhere. */
-static inline vf vf_visible(vf a, vf limits, float key) { EACH_LANE a.lane[i] = limits.lane[i] > key ? a.lane[i] : -1e30f; return a; }
+static inline vf vf_visible(vf a, vf limits, float key)
+{
+    EACH_LANE a.lane[i] = limits.lane[i] > key ? a.lane[i] : -1e30f;
+    return a;
+}
+
 static inline float vf_sum(vf a) { float s = 0; EACH_LANE s += a.lane[i]; return s; }
 static inline float vf_largest(vf a) { float s = a.lane[0]; EACH_LANE s = s > a.lane[i] ? s : a.lane[i]; return s; }
 static inline vf vf_exp2(vf a) { EACH_LANE a.lane[i] = exp2f(a.lane[i] < -126.f ? -126.f : a.lane[i]); return a; }

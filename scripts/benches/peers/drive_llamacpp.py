@@ -25,14 +25,14 @@ def command(program: Path, model: str, job: Job) -> list[str]:
 
 
 def main() -> None:
-    """The driver: `drive_llamacpp.py MODEL.gguf`, with the programs' folder in LLAMACPP_PROGRAMS."""
+    """The driver: `drive_llamacpp.py MODEL.gguf`, with the programs' folder in LLAMACPP_PROGRAMS and LLAMACPP_VERSION."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--budget", type=int, help="not used: there is one request")
     options = parser.parse_args()
     program = Path(os.environ["LLAMACPP_PROGRAMS"]) / "llama-batched-bench"
     channel = Channel()
-    channel.say(ready="llama.cpp")
+    channel.say(ready=f"llama.cpp {os.environ['LLAMACPP_VERSION']}")
     for job in channel.jobs():
         done = subprocess.run(command(program, options.model, job), stdout=subprocess.PIPE, text=True, check=True)
         row = json.loads(next(line for line in done.stdout.splitlines() if line.startswith(PREFIX)))

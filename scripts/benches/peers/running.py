@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,8 +140,7 @@ class Rounds:
         for driver in drivers[shift:] + drivers[:shift]:
             if driver.name in self.lost:
                 continue
-            ask = lambda driver=driver: driver.ask(workload, repetition, small=self._small)  # noqa: E731 - one use
-            reply = self._unless_lost(driver.name, ask)
+            reply = self._unless_lost(driver.name, partial(driver.ask, workload, repetition, small=self._small))
             if reply is not None and repetition != WARM_UP:
                 self.results.setdefault(driver.name, {}).setdefault(workload, []).append(reply)
 

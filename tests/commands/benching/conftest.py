@@ -1,12 +1,14 @@
 """An OpenAI-shaped server of real sockets, and an engine that answers without a device."""
 
 import json
+import sys
 import threading
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from repertory.protocol.capacity import Capacity
@@ -46,7 +48,7 @@ class QuickEngine:
         self.num_streams += 1
         try:
             for number in range(1, params.max_tokens + 1):
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()
                 last = number == params.max_tokens
                 reason, stop = ("error", self.fail) if self.fail and last else ("length" if last else None, None)
                 if params.output_kind == "delta":
@@ -143,14 +145,22 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
+class HttpServer(ThreadingHTTPServer):
+    daemon_threads = False
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave in the middle
+            raise
+
+
 @pytest.fixture
 def server(monkeypatch):
     """A `Server` that listens, at `server.url`."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     owner = Server()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.owner, http.daemon_threads = owner, False
+    with HttpServer(("127.0.0.1", 0), Handler) as http:
+        http.owner = owner
         owner.url = f"http://127.0.0.1:{http.server_address[1]}"
         owner.events, owner.token, owner.usage = events, token, usage
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
