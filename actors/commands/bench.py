@@ -87,9 +87,7 @@ def compare(
     rate: Annotated[
         float | None, Parameter(help="arrivals a second [default: a share of what is measured first]", group=LOAD)
     ] = None,
-    static_batch: Annotated[
-        int, Parameter(help="requests in a static batch; --max-num-seqs is the others' limit", group=LOAD)
-    ] = 16,
+    static_batch: Annotated[int, Parameter(help="size of a static batch (the others': --max-num-seqs)", group=LOAD)] = 16,
     seed: Annotated[int, Parameter(help="of prompts, lengths and arrivals", group=LOAD)] = 1,
     quick: Annotated[bool, Parameter(help="fewer and shorter requests", negative="", show_default=False, group=LOAD)] = False,
     output: Output = None,

@@ -444,7 +444,7 @@ class SchedulerCore:
     def stats(self) -> EngineStats:
         """A consistent snapshot."""
         return EngineStats(
-            num_running=len(self.queues.running),
+            num_running=sum(not seq.is_ending for seq in self.queues.running),
             num_waiting=len(self.queues.waiting),
             num_preempted=len(self.queues.recovery),
             device_blocks=self.cache.counts(),

@@ -24,7 +24,7 @@ from .drive import Advance, BenchEngine, EngineFactory, fitted, stream, warm_up
 from .metrics import Timeline, latencies_ms, percentile
 from .show import Bar, number
 
-LOAD = 0.7
+LOAD = 0.65
 """The rate of arrivals, as a share of what was measured."""
 
 SAMPLE_EVERY_S = 0.05
