@@ -87,7 +87,7 @@ def compare(
     rate: Annotated[
         float | None, Parameter(help="arrivals a second [default: a share of what is measured first]", group=LOAD)
     ] = None,
-    static_batch: Annotated[int, Parameter(help="size of a static batch (the others': --max-num-seqs)", group=LOAD)] = 16,
+    static_batch: Annotated[int | None, Parameter(help="size of a static batch [default: --max-num-seqs]", group=LOAD)] = None,
     seed: Annotated[int, Parameter(help="of prompts, lengths and arrivals", group=LOAD)] = 1,
     quick: Annotated[bool, Parameter(help="fewer and shorter requests", negative="", show_default=False, group=LOAD)] = False,
     output: Output = None,
@@ -96,14 +96,16 @@ def compare(
 ) -> int:
     """Static, continuous, and continuous batching with chunked prefill, on the same mixed Poisson arrivals.
 
-    A static batch is of a size that is fixed ahead, so it has a limit of its own. The one prompt of 4,000 tokens is in
-    every figure but the P99 of TTFT, where it is one in 160; it has a line of its own.
+    All three have the same limit of running requests, unless --static-batch gives the static one another.
+    The one prompt of 4,000 tokens is in every figure but the P99 of TTFT, where it is one in 160; it has a line of
+    its own.
     """
     if rate is not None and not 0 < rate < math.inf:
         raise ValidationError(f"--rate must be above 0, got {rate}", field="rate", value=rate)
     count = (table.QUICK_REQUESTS if quick else _TABLE_REQUESTS) if num_requests is None else num_requests
     at_least_one(count, "num_requests")
-    at_least_one(static_batch, "static_batch")
+    if static_batch is not None:
+        at_least_one(static_batch, "static_batch")
     plan = table.Plan(count, rate, static_batch, seed, table.QUICK_LENGTHS if quick else arrivals.Lengths())
     settings = _settings(engine, config)
     output = checked_output(output)

@@ -77,11 +77,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(NamedTuple):
-    """What to run. `rate` None: to be measured."""
+    """What to run. `rate` None: to be measured. `static_batch` None: as many as the others may run."""
 
     num_requests: int
     rate: float | None
-    static_batch: int
+    static_batch: int | None
     seed: int
     lengths: Lengths
 
@@ -244,8 +244,8 @@ def _configured(
 ) -> EngineConfig:
     """`config` under `setting`. A static batch is gathered for as long as one takes to arrive, 1 s at most."""
     changes = dict(setting.changes)
-    if setting.name == "static" and rate is not None and static_batch is not None:
-        changes["max_num_seqs"] = min(static_batch, config.running_limit)
+    if setting.name == "static" and rate is not None:
+        changes["max_num_seqs"] = min(static_batch or config.running_limit, config.running_limit)
         if not config.scheduling_delay_s:
             changes["scheduling_delay_s"] = min(LONGEST_GATHER_S, changes["max_num_seqs"] / rate)
     return msgspec.structs.replace(config, **changes)

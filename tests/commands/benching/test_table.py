@@ -66,6 +66,11 @@ def test_a_static_batch_is_not_above_the_limit_of_the_others(compare):
     assert [outcome.max_num_seqs for outcome in found.outcomes] == [5, 5, 5]
 
 
+def test_all_settings_have_the_same_limit_unless_another_is_asked_for(compare):
+    _, engines, _ = compare(table.Plan(3, 2000.0, None, 1, SMALL))
+    assert [engine.configs[0].max_num_seqs for engine in engines] == [64, 64, 64]
+
+
 def test_a_static_batch_is_gathered_for_a_second_at_most_and_ones_own_delay_wins(compare):
     _, engines, _ = compare(table.Plan(1, 10.0, 16, 1, SMALL))
     assert engines[0].configs[0].scheduling_delay_s == 1.0
