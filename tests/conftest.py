@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -15,6 +16,9 @@ from structlog.testing import LogCapture
 from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
 from repertory.tests.engine.stage import Stage
 from repertory.tests.tiny_model import make_tiny_model
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell ignores interrupts for what it runs in the background, and so would every program that a test starts."""
 
 gc.disable()
 """Until all tests are collected: on CPython 3.11 a collection in the middle of `ast.parse` can fail it (gh-106905)."""

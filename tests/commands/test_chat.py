@@ -355,6 +355,16 @@ class TerminalSession:
         assert select.select([self.master], [], [], LIMIT_S)[0], f"nothing came after {self.shown!r}"
         self.shown += os.read(self.master, 65536)
 
+    def interrupt_until_it_ends(self):
+        """Press Ctrl-C at the prompt, again where it came before readline was listening: that one is lost in CPython."""
+        for _ in range(LIMIT_S):
+            self.type(CTRL_C)
+            try:
+                return self.process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                continue
+        raise AssertionError("the program does not end")
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -403,8 +413,7 @@ def test_at_a_terminal_ctrl_c_ends_a_reply_then_the_program_and_nothing_is_left(
     session.wait_for(b"[ended]\r\n> ")
     session.type("/stats\n")
     assert b" 0 restarts" in session.wait_for(b"\r\n> ") + session.shown
-    session.type(CTRL_C)
-    assert session.process.wait(LIMIT_S) == 130
+    assert session.interrupt_until_it_ends() == 130
     assert not any(Path(f"/proc/{host}").exists() for host in hosts)
     assert termios.tcgetattr(session.terminal) == session.settings
 
