@@ -79,10 +79,14 @@ class Detokenizer:
         # What an earlier crash asked for and has not come yet is on its way: twice told would be twice handed over.
         self._unsent.extend(Resend(request_id) for request_id in self.told if request_id not in self._asked)
         self._asked.update(self.told)
-        for request_id in _unopened(culprit):
-            if request_id not in self.told and request_id not in self.over:
-                problem = Problem("RequestFailedError", "the detokenizer failed at this request's end")
-                await self._hand_over([TextDelta(request_id, "", [], "error", problem.message, problem)])
+        for request_id, problem in _unopened(culprit):
+            if request_id in self.told or request_id in self.over:
+                continue
+            if problem is None:
+                terminal = TextDelta(request_id, "", [], "abort")
+            else:
+                terminal = TextDelta(request_id, "", [], "error", problem.message, problem)
+            await self._hand_over([terminal])
 
     async def _handle(self, message: TokensSampled | Refused) -> None:
         if isinstance(message, TokensSampled):
@@ -128,8 +132,10 @@ class Detokenizer:
         return msgspec.structs.replace(delta, text=text, token_ids=token_ids)
 
 
-def _unopened(message: TokensSampled | Refused | None) -> list[RequestId]:
-    """Requests that end with this message and may never have opened: nobody will say it again."""
+def _unopened(message: TokensSampled | Refused | None) -> list[tuple[RequestId, Problem | None]]:
+    """Requests that end with this message and may never have opened, and why: nobody will say it again."""
     if message is None:
         return []
-    return [message.request_id] if isinstance(message, Refused) else [end.request_id for end in message.ended]
+    if isinstance(message, Refused):
+        return [(message.request_id, message.problem)]
+    return [(end.request_id, end.problem) for end in message.ended]

@@ -11,6 +11,7 @@ import pytest
 
 from repertory import Engine, EngineDeadError
 from repertory.actors.text.detokenizer_core import DetokenizerCore
+from repertory.protocol.errors import ValidationError
 from repertory.protocol.ids import RequestId
 from repertory.protocol.messages import TextOut
 from repertory.tests.engine.stage import Answer, Stage, greedy, last_of, prompt_of, seeded, until
@@ -180,9 +181,8 @@ async def test_a_refusal_at_which_the_detokenizer_crashes_still_ends_its_request
     s = await stage(block_size=4)
     terminals = Terminals(s.engine)
     Crashes(monkeypatch, [1])
-    output = await last_of(s.engine.generate([99999]))
-    assert output.outputs[0].finish_reason == "error"
-    assert "failed at this request's end" in str(output.outputs[0].stop_reason)
+    with pytest.raises(ValidationError, match="99999"):
+        await last_of(s.engine.generate([99999]))
     terminals.check(1)
     await check_over(s)
 
