@@ -3,7 +3,7 @@
 A step planned early cannot take in what arrives meanwhile, and computes one token too many for each
 sequence that ends unforeseen. A step planned late leaves the device idle. So step n + 1 is planned
 when the predicted end of step n is nearer than twice the time that planning and sending take, plus
-what predictions are usually wrong by.
+what predictions are usually wrong by, plus how late an event loop's timers are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from .step_time import Load, StepTimeModel
 PLAN_FACTOR = 2.0
 ERROR_FACTOR = 3.0
 PLAN_WEIGHT = 0.1
+TIMER_S = 0.0015
+"""The loop's selector rounds waits up to whole milliseconds."""
 
 
 class Pacer:
@@ -51,7 +53,8 @@ class Pacer:
         predicted_s = self.model.predict(self._loads[0])
         if predicted_s is None:
             return None
-        return self._began_s + predicted_s - PLAN_FACTOR * self.plan_s - ERROR_FACTOR * self.model.error_s
+        lead_s = PLAN_FACTOR * self.plan_s + ERROR_FACTOR * self.model.error_s + TIMER_S
+        return self._began_s + predicted_s - lead_s
 
     def reset(self) -> None:
         """The device is gone, and with it every step in flight. What it did still tells how fast it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repertory.actors.scheduling.pacing import ERROR_FACTOR, PLAN_FACTOR, Pacer
+from repertory.actors.scheduling.pacing import ERROR_FACTOR, PLAN_FACTOR, TIMER_S, Pacer
 from repertory.actors.scheduling.step_time import LEAST_STEPS, Load
 from repertory.protocol.ids import RequestId
 
@@ -47,7 +47,7 @@ def test_the_next_step_is_planned_just_before_the_predicted_end() -> None:
     pacer.on_sent(LOAD, now)
     plan_at = pacer.plan_at()
     assert plan_at is not None
-    margin = PLAN_FACTOR * pacer.plan_s + ERROR_FACTOR * pacer.model.error_s
+    margin = PLAN_FACTOR * pacer.plan_s + ERROR_FACTOR * pacer.model.error_s + TIMER_S
     assert plan_at == pytest.approx(now + STEP_S - margin, abs=1e-3)
     assert now < plan_at < now + STEP_S
 
@@ -77,7 +77,7 @@ def test_a_step_behind_another_begins_when_that_one_has_ended() -> None:
     pacer.on_done(0.07, late)
     plan_at = pacer.plan_at()
     assert plan_at is not None
-    margin = PLAN_FACTOR * pacer.plan_s + ERROR_FACTOR * pacer.model.error_s
+    margin = PLAN_FACTOR * pacer.plan_s + ERROR_FACTOR * pacer.model.error_s + TIMER_S
     predicted = pacer.model.predict(LOAD)
     assert predicted is not None
     assert plan_at == pytest.approx(late + predicted - margin)
