@@ -126,6 +126,7 @@ class Stage:
 
     async def check_clean(self) -> None:
         """AUDIT: nothing is live, nothing is left behind, and without the cache every block is free."""
+        assert await self.engine._company.settle(PATIENCE_S), "a request that held the device may still be ending"
         assert await self.engine.audit() == []
         await self.engine.reset_prefix_cache()
         stats = await self.engine.stats()
