@@ -110,10 +110,10 @@ async def converse(engine: Engine, chats: list[Chat], max_tokens: int, console: 
 def costs(chats: list[Chat]) -> Table:
     """One row a request."""
     table = Table(title="What each request cost (in tokens)", title_justify="left")
-    table.add_column("question", no_wrap=True)
+    table.add_column("question", no_wrap=True, max_width=31)  # cut, so that the rest fits 80 columns
     for name in ("TTFT", "prompt", "cached", "output"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("end", no_wrap=True)
+        table.add_column(name, justify="right", min_width=6)
+    table.add_column("end", min_width=6)
     for chat in chats:
         assert chat.last is not None
         done = chat.last.outputs[0]
