@@ -16,7 +16,6 @@ from ..protocol.messages import (
     Credit,
     DeviceLost,
     DeviceReady,
-    Message,
     Refused,
     Resend,
     RunStep,
@@ -118,8 +117,7 @@ class Scheduler:
             self._log.error("request.failed", request_id=request_id, label=message.label, reason=repr(error), exc_info=error)
             self.core.refuse(message.request_id, problem_of(error))
 
-    async def _send_on(self, output: Message) -> None:
-        assert isinstance(output, TokensSampled | Refused)
+    async def _send_on(self, output: TokensSampled | Refused) -> None:
         if isinstance(output, Refused) and output.problem is not None:
             self._log.info(
                 "request.refused",

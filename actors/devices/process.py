@@ -128,11 +128,6 @@ class ProcessDevice:
         self._outstanding.append(predicted_s)
         self._post(step)
 
-    async def post_frame(self, frame: bytes) -> None:
-        """Send bytes as they are."""
-        if self._socket is not None:
-            await self._socket.send(frame)
-
     async def lost(self) -> str:
         """Wait until the host is gone."""
         return await asyncio.shield(self._lost)

@@ -35,7 +35,6 @@ from ...protocol.messages import (
     Credit,
     DeviceLost,
     DeviceReady,
-    Message,
     Open,
     Refused,
     Resend,
@@ -198,15 +197,19 @@ class SchedulerCore:
             if draft.num_preempted == 0:
                 return self._sweep(now)
             # Whoever was preempted without a step may be admitted by the next round.
-        self._last_step_id = draft.step_id
-        self._steps[draft.step_id] = draft
         self.num_steps += 1
         self.num_computed_tokens += sum(draft.num_tokens)
         for seq in draft.rows:
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = now
-        self.pacer.on_sent(draft.load, now)
         draft.shared_groups = self.groups.of(draft.rows[: draft.num_decodes])
+        return self._send(draft, now)
+
+    def _send(self, draft: Draft, now: float) -> RunStep:
+        """The draft is a step in flight from here on."""
+        self._last_step_id = draft.step_id
+        self._steps[draft.step_id] = draft
+        self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
         return draft.message(released)
 
@@ -231,12 +234,7 @@ class SchedulerCore:
         """A step without rows, when everything has ended: so that an idle device remembers nobody."""
         if self._sequences or self._steps or not self._released:
             return None
-        draft = Draft(self.epoch, StepId(self._last_step_id + 1), is_only=not self._steps)
-        self._last_step_id = draft.step_id
-        self._steps[draft.step_id] = draft
-        self.pacer.on_sent(draft.load, now)
-        released, self._released = self._released, []
-        return draft.message(released)
+        return self._send(Draft(self.epoch, StepId(self._last_step_id + 1), is_only=True), now)
 
     def next_wakeup(self) -> float | None:
         """When to plan again although no message has come; None: what comes next is a message."""
@@ -416,9 +414,9 @@ class SchedulerCore:
 
     # ---- what has been decided and what has happened ---------------------------------------------
 
-    def take_outputs(self, now: float) -> list[Message]:
+    def take_outputs(self, now: float) -> list[TokensSampled | Refused]:
         """Messages for the detokenizer, in order, since the last call."""
-        outputs: list[Message] = [*self._refused, *self._sampled]
+        outputs: list[TokensSampled | Refused] = [*self._refused, *self._sampled]
         if self._ended:
             outputs.append(TokensSampled([], [], now, ended=self._ended))
         self._refused, self._sampled, self._ended = [], [], []

@@ -146,8 +146,10 @@ async def test_bytes_that_are_no_message_are_dropped_on_either_side(model_dir: P
     answers: list[StepDone] = []
     device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_step_done=answers.append)
     await device.open()
+    link = device._socket
+    assert link is not None
     for frame in (b"", b"\xc1", b"cos\nsystem\n(S'true'\ntR.", b"\x92\xa7RunStep\x01", os.urandom(200)):
-        await device.post_frame(frame)
+        await link.send(frame)
     device.send(step(1, start=0, count=3, admitted=True), None)
     await until(lambda: len(answers) == 1)
     await device.aclose()
