@@ -28,6 +28,7 @@ def check_buildable(config: EngineConfig) -> None:
         ("kv_cache_dtype", "auto"),
         ("speculative_window", 0),
         ("trace_file", None),
+        ("num_host_blocks", None),
     ):
         if getattr(config, key) != default:
             raise ConfigError(f"{key}: {getattr(config, key)!r} is not supported by this version", key=key)

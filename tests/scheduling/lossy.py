@@ -7,6 +7,7 @@ count, whoever has been present twice runs alone, and nobody is failed but one t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from repertory.actors.scheduling.sequence import SUSPECT_DEATHS, Sequence
@@ -14,6 +15,8 @@ from repertory.protocol.ids import Epoch, RequestId
 from repertory.protocol.messages import Credit, DeviceLost, DeviceReady, RunStep, StepDone, TokensSampled
 
 from .world import World
+
+MOST_TURNS = 4000
 
 
 class LossyWorld(World):
@@ -140,3 +143,27 @@ class LossyWorld(World):
             assert not crowd, f"the suspects {crowd} do not run alone: {rows}"
         for seq in self.alive():
             assert seq.length <= seq.credit_length, f"request {seq.request_id} is planned past its credit"
+
+
+def turn(world: LossyWorld) -> None:
+    """Plan as far ahead as is allowed, let the device run one step."""
+    while world.plan() is not None:
+        pass
+    if world.in_flight:
+        world.finish()
+
+
+def until(world: LossyWorld, condition: Callable[[], bool]) -> None:
+    """Turn until `condition` holds."""
+    for _ in range(MOST_TURNS):
+        if condition():
+            return
+        turn(world)
+    raise AssertionError(f"it never came: {world.core.stats()}")
+
+
+def run_to_the_end(world: LossyWorld) -> None:
+    """Turn until all have ended, and look at all of it."""
+    until(world, lambda: not world.core.num_live)
+    world.check_outputs()
+    world.check_nothing_is_left()

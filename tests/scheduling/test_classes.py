@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from repertory.actors.scheduling.reports import Preempted
 from repertory.protocol.ids import RequestId
 from repertory.protocol.messages import Admit
 
-from .lossy import LossyWorld
+from .lossy import MOST_TURNS, LossyWorld, run_to_the_end, turn, until
 
 LOW, HIGH = 1, 0
-MOST_TURNS = 4000
 
 
 class TwoClasses:
@@ -34,27 +32,6 @@ def world_of_classes(*, reserve: bool = False, **settings: Any) -> LossyWorld:
     if not reserve:
         world.without_reserve()
     return world
-
-
-def turn(world: LossyWorld) -> None:
-    while world.plan() is not None:
-        pass
-    if world.in_flight:
-        world.finish()
-
-
-def until(world: LossyWorld, condition: Callable[[], bool]) -> None:
-    for _ in range(MOST_TURNS):
-        if condition():
-            return
-        turn(world)
-    raise AssertionError(f"it never came: {world.core.stats()}")
-
-
-def run_to_the_end(world: LossyWorld) -> None:
-    until(world, lambda: not world.core.num_live)
-    world.check_outputs()
-    world.check_nothing_is_left()
 
 
 def victims(world: LossyWorld) -> list[RequestId]:

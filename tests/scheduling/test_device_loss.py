@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from repertory.protocol.ids import Epoch, RequestId
 from repertory.protocol.messages import DeviceLost, Resend, StepDone
 
-from .lossy import LossyWorld
+from .lossy import MOST_TURNS, LossyWorld, run_to_the_end, turn, until
 
-MOST_TURNS = 4000
 CHUNKED = {"max_num_batched_tokens": 4}
-
-
-def turn(world: LossyWorld) -> None:
-    """Plan as far ahead as is allowed, let the device run one step."""
-    while world.plan() is not None:
-        pass
-    if world.in_flight:
-        world.finish()
-
-
-def until(world: LossyWorld, condition: Callable[[], bool]) -> None:
-    """Turn until `condition` holds."""
-    for _ in range(MOST_TURNS):
-        if condition():
-            return
-        turn(world)
-    raise AssertionError(f"it never came: {world.core.stats()}")
-
-
-def run_to_the_end(world: LossyWorld) -> None:
-    """Turn until all have ended, and look at all of it."""
-    until(world, lambda: not world.core.num_live)
-    world.check_outputs()
-    world.check_nothing_is_left()
 
 
 def crowd(**settings: object) -> LossyWorld:
