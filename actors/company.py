@@ -67,6 +67,7 @@ class Company:
             inbox=scheduler_inbox,
             worker=keeper.send,
             detokenizer=samples,
+            on_culprit=keeper.on_progress,
         )
         self.detokenizer = Detokenizer(resolver.reader.tokenizer, inbox=samples, frontend=texts, scheduler=scheduler_inbox)
         self._is_closed = False

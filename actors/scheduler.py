@@ -43,12 +43,14 @@ class Scheduler:
         inbox: Mailbox[SchedulerInbox],
         worker: SendStep,
         detokenizer: Mailbox[TokensSampled | Refused],
+        on_culprit: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
         self.inbox = inbox
         self._worker = worker
         self._detokenizer = detokenizer
+        self._on_culprit = on_culprit
         self._clock = clock
         self._log = logger("scheduler")
 
@@ -104,7 +106,8 @@ class Scheduler:
             case Resend():
                 self.core.on_resend(message, now)
             case DeviceLost():
-                self.core.on_device_lost(message, now)
+                if self.core.on_device_lost(message, now):
+                    self._on_culprit()
             case DeviceReady():
                 self.core.on_device_ready(message)
 

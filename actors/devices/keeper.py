@@ -60,6 +60,10 @@ class DeviceKeeper:
         if self._device is not None and step.epoch == self.epoch:
             self._device.send(step, predicted_s)
 
+    def on_progress(self) -> None:
+        """The engine gets on: deaths so far do not count against the budget any more."""
+        self._budget.on_progress()
+
     async def run(self) -> None:
         """Watch over the device until cancelled."""
         while True:
@@ -103,7 +107,7 @@ class DeviceKeeper:
             return
         self.num_sequences = message.num_sequences
         if message.token_ids:
-            self._budget.on_progress()
+            self.on_progress()
         self._deliver(message)
 
     def _deliver(self, message: ToScheduler) -> None:

@@ -323,26 +323,29 @@ class SchedulerCore:
 
     # ---- the device's death and return ------------------------------------------------------------
 
-    def on_device_lost(self, message: DeviceLost, now: float) -> None:
+    def on_device_lost(self, message: DeviceLost, now: float) -> bool:
         """Both tiers of KV are gone, and every step that was not answered. Every request goes on from its log.
 
         Who took part in an unanswered step is counted as present at a death; after the second without a token in
-        between it is suspect and runs alone. One that is alone when the device dies again is failed.
+        between it is suspect and runs alone. One that is alone when the device dies two times more is failed; returns
+        whether that is so: the engine has got on by it, as by a token.
         """
         if message.epoch != self.epoch or not self.device_is_ready:
-            return
+            return False
         self.device_is_ready = False
         present = {seq.seq_id: seq for draft in self._steps.values() for seq in draft.rows}
         alive = [seq for seq in present.values() if seq.state is not State.FINISHED]
-        culprit = alive[0] if len(present) == 1 and alive and alive[0].is_suspect else None
         for seq in alive:
             seq.num_deaths += 1
             if seq.is_suspect:
                 self.planner.suspects[seq.seq_id] = seq
         self._forget_device()
-        if culprit is not None:
-            error = RequestFailedError(f"the device died {culprit.num_deaths} times while it computed this request")
-            self._finish(culprit, "error", now, problem=problem_of(error))
+        # A culprit was suspect before it, so it was alone: with it there is nobody else.
+        culprits = [seq for seq in alive if seq.is_culprit]
+        for seq in culprits:
+            error = RequestFailedError(f"the device died {seq.num_deaths} times while it computed this request")
+            self._finish(seq, "error", now, problem=problem_of(error))
+        return bool(culprits)
 
     def on_device_ready(self, message: DeviceReady) -> None:
         """A new device has taken over, and remembers nothing."""

@@ -8,7 +8,8 @@
     3. prefill      what is left of the budget, split: half to the first prefill in order, the rest
                     to the others by fewest remaining tokens; what one side cannot use, the other does.
 
-A suspect (the device died under it twice) runs alone: while one does, nobody else has a row.
+A suspect (the device died under it twice) runs alone: while one does, nobody else has a row. Suspects are
+admitted before all others of their class, so that a new device clears them, or not, before it has computed much.
 
 Step 1 asks memory only for growth, because admission promises each sequence the blocks of all its
 known tokens (see `radix/cache.py`): a prefill cannot stop half way, so two sequences that both
@@ -82,6 +83,12 @@ class Planner:
     def running_suspect(self) -> Sequence | None:
         """The suspect that runs, and so must run alone."""
         return next((seq for seq in self.suspects.values() if seq.state is State.RUNNING), None)
+
+    def _suspects_first(self, candidate: Sequence | None) -> Sequence | None:
+        """The suspect that is to come in before `candidate`, or else that one."""
+        preempted = [seq for seq in self.suspects.values() if seq.state is State.PREEMPTED]
+        suspect = min(preempted, key=lambda seq: seq.rank, default=candidate)
+        return candidate if suspect is None or candidate is None or candidate.rank[0] < suspect.rank[0] else suspect
 
     # ---- 0. classes -----------------------------------------------------------------------------
 
@@ -192,7 +199,7 @@ class Planner:
         growth: int | None = None  # counted once a step, and only when somebody asks
         # Whoever's last token is in flight has no row any more: its slot is free for this step already.
         while len(queues.running) - draft.num_ending < limit:
-            seq = queues.candidate()
+            seq = self._suspects_first(queues.candidate())
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return
             if seq.is_out_of_credit:

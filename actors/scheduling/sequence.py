@@ -19,6 +19,9 @@ from ...radix.holding import Holding
 from ...radix.tokens import TokenLog
 
 SUSPECT_DEATHS = 2
+"""Deaths of the device without a token in between after which a request present at them runs alone."""
+CULPRIT_DEATHS = 4
+"""Deaths after which it is failed. The last two fell on it alone: one of them may have been chance, two are a rule."""
 
 
 class State(Enum):
@@ -137,6 +140,11 @@ class Sequence:
     def is_suspect(self) -> bool:
         """The device died under it more than once: it runs alone until it gains a token."""
         return self.num_deaths >= SUSPECT_DEATHS
+
+    @property
+    def is_culprit(self) -> bool:
+        """It has run alone, and the device has died under it twice like that."""
+        return self.num_deaths >= CULPRIT_DEATHS
 
     @property
     def num_output_tokens(self) -> int:

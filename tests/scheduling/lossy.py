@@ -1,7 +1,8 @@
 """A scheduler core whose device dies and whose readers are slow: `World` with the faults, and the promises, of both.
 
 Each death is held against the rules in words: who was in an unanswered step is counted as present, a token clears the
-count, whoever has been present twice runs alone, and nobody is failed but one that was alone when the device died again.
+count, whoever has been present twice runs alone, and nobody is failed but one that was alone when the device died
+twice more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from repertory.protocol.messages import Credit, DeviceLost, DeviceReady, RunStep
 from .world import World
 
 MOST_TURNS = 4000
+LONE_DEATHS = 2
+"""Deaths that a suspect must be alone at before it is failed."""
 
 
 class LossyWorld(World):
@@ -29,7 +32,9 @@ class LossyWorld(World):
         self.deaths: dict[RequestId, int] = {}
         """Deaths of the device in steps of each request, since its last token."""
         self.culprits: set[RequestId] = set()
-        """Requests that may be failed: the device died while they, already suspect, were alone in it."""
+        """Requests that may be failed: the device died twice while they, already suspect, were alone in it."""
+        self.found_culprits: list[bool] = []
+        """What the core said at each death: whether it has found one."""
         self.num_lives = 1
         self.past_steps: list[RunStep] = []
 
@@ -44,14 +49,15 @@ class LossyWorld(World):
         """The device dies with every step in flight. The rules are held against what becomes of those present."""
         present = {RequestId(seq_id) for step in self.in_flight for seq_id in step.seq_ids}
         alive = {request for request in present if request not in self.ends}
-        if len(present) == 1 and alive and self.deaths.get(*alive, 0) >= SUSPECT_DEATHS:
-            self.culprits |= alive
         for request in alive:
             self.deaths[request] = self.deaths.get(request, 0) + 1
+            if self.deaths[request] == SUSPECT_DEATHS + LONE_DEATHS:
+                assert present == {request}, "a culprit was not alone"
+                self.culprits.add(request)
         self.in_flight.clear()
         self.past_steps += self.steps
         self.steps.clear()
-        self.core.on_device_lost(DeviceLost(self.core.epoch, "the test ends it"), self.now)
+        self.found_culprits.append(self.core.on_device_lost(DeviceLost(self.core.epoch, "the test ends it"), self.now))
         self._look()
         assert self.core.num_in_flight == 0
         assert self.core.plan(self.now) is None, "a step for a dead device"

@@ -245,7 +245,7 @@ def test_a_killer_fails_alone_within_four_deaths(killer: int, chunked: bool, cac
     assert world.num_lives <= 1 + 4
     problem = world.ends[RequestId(killer)].problem
     assert problem is not None and problem.kind == "RequestFailedError"
-    assert "died 3 times" in problem.message
+    assert "died 4 times" in problem.message
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -266,7 +266,32 @@ def test_two_killers_are_failed_one_after_the_other_and_nobody_with_them() -> No
     world.killers |= {RequestId(2), RequestId(4)}
     run_to_the_end(world)
     assert sorted(world.failed()) == [2, 4]
-    assert world.num_lives <= 1 + 4
+    assert world.num_lives <= 1 + 2 + 2 * 2, "two deaths in company, and two of each alone"
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_chance_death_while_a_suspect_is_alone_does_not_make_it_the_culprit(in_flight: int) -> None:
+    world = crowd(max_steps_in_flight=in_flight)
+    for _ in range(2):
+        world.plan()
+        world.relive()
+    unlucky = max(world.suspects())
+    while (step := world.plan()) is None or list(world.rows(step)) != [unlucky]:
+        world.finish()
+    world.relive()
+    assert world.deaths[unlucky] == 3
+    step = world.plan()
+    assert step is not None
+    assert list(world.rows(step)) == [unlucky], "the one that was struck is heard first in the new life"
+    run_to_the_end(world)
+    assert not world.failed()
+
+
+def test_a_culprit_that_is_found_counts_as_progress() -> None:
+    world = crowd()
+    world.killers.add(RequestId(2))
+    run_to_the_end(world)
+    assert world.found_culprits == [False] * 3 + [True]
 
 
 def test_a_killer_that_leaves_is_nobodys_fault() -> None:
