@@ -65,7 +65,7 @@ class Company:
         self.scheduler = Scheduler(
             core,
             inbox=scheduler_inbox,
-            worker=keeper.send,
+            device=keeper.send,
             detokenizer=samples,
             on_culprit=keeper.on_progress,
         )
@@ -108,7 +108,14 @@ class Company:
     def is_idle(self) -> bool:
         """Whether no request is anywhere, and everybody has been told."""
         core = self.scheduler.core
-        busy = core.num_live, core.num_in_flight, len(core.histories), self.tokenizer.num_reading, len(self.dispatcher)
+        busy = (
+            core.num_live,
+            core.num_in_flight,
+            core.num_copies,
+            len(core.telling.histories),
+            self.tokenizer.num_reading,
+            len(self.dispatcher),
+        )
         return not any(busy) and not any(len(mailbox) for mailbox in self._mailboxes)
 
     async def settle(self, timeout_s: float) -> bool:
@@ -128,10 +135,12 @@ class Company:
                 "detokenizer's account": len(self.detokenizer.told),
                 "tokenizer": self.tokenizer.num_reading,
                 "frontend": len(self.dispatcher),
-                "histories": len(core.histories),
+                "histories": len(core.telling.histories),
                 "worker": self.keeper.num_sequences,
-                "blocks referenced": core.stats().device_blocks.referenced,
             }
+            if not core.num_copies:
+                tables["device blocks referenced"] = core.stats().device_blocks.referenced
+                tables["host blocks referenced"] = core.stats().host_blocks.referenced
             found += [f"{name}: {count} left although no request is live" for name, count in tables.items() if count]
         return found
 

@@ -17,18 +17,12 @@ def check_buildable(config: EngineConfig) -> None:
     """Refuse, by name and before any heavy import, settings this version does not implement."""
     if config.is_cuda:
         raise ConfigError("device: cuda is not supported by this version (auto, cpu and simulated are)", key="device")
-    if config.preemption_mode in ("swap", "heuristic"):
-        raise ConfigError(
-            f"preemption_mode: {config.preemption_mode} is not supported by this version (auto and recompute are)",
-            key="preemption_mode",
-        )
     for key, default in (
         ("target_itl_ms", None),
         ("quantization", None),
         ("kv_cache_dtype", "auto"),
         ("speculative_window", 0),
         ("trace_file", None),
-        ("num_host_blocks", None),
     ):
         if getattr(config, key) != default:
             raise ConfigError(f"{key}: {getattr(config, key)!r} is not supported by this version", key=key)

@@ -1,14 +1,14 @@
 """The device host: a process that owns the device. `python -m repertory.actors.device_host ENDPOINT`.
 
 It connects to the ZeroMQ endpoint it is given, is told what to open (`OpenDevice`), and then runs
-steps on its compute thread while its event loop sends heartbeats. It is never its own master:
+steps and copies on threads while its event loop sends heartbeats. It is never its own master:
 
 | what happens | what it does |
 | --- | --- |
 | its parent ends, in whatever way | standard input ends; it removes the endpoint's folder and is gone |
 | it is stopped (SIGSTOP) when that happens | the kernel sends SIGCONT at the parent's death, and the line above applies |
 | Ctrl-C in the parent's terminal | nothing: it has a session of its own and ignores SIGINT |
-| a step raises | it reports `StepFailed` and ends: its state is not to be trusted |
+| a step raises, or a lane | it reports `StepFailed` or `LaneFailed` and ends: its state is not to be trusted |
 | a frame that is no message | it is logged and dropped |
 """
 
@@ -23,7 +23,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import zmq
@@ -32,22 +31,21 @@ import zmq.asyncio
 from ..gpu.executor import Executor
 from ..protocol.config import EngineConfig
 from ..protocol.errors import problem_of
-from ..protocol.messages import DeviceOpened, Heartbeat, OpenDevice, OpeningFailed, RunStep, StepDone, StepFailed
+from ..protocol.messages import CopyDone, DeviceOpened, Heartbeat, OpenDevice, OpeningFailed, StepDone, StepFailed
 from .device import open_executor
-from .devices.codec import FromHost, decode_to_host, encode
-from .devices.compute import ComputeThread
+from .devices.codec import FromHost, LaneFailed, ToHost, decode_to_host, encode
+from .devices.threads import DeviceThreads
 from .observing.logs import configure_logging, logger
 
 HEARTBEATS_PER_TIMEOUT = 5
 LONGEST_HEARTBEAT_S = 1.0
 PR_SET_PDEATHSIG = 1
 
-T = TypeVar("T", OpenDevice, RunStep)
 OpenExecutor = Callable[[EngineConfig, Path], Executor]
 
 
 class DeviceHost:
-    """One device and its link. `serve` returns when a step has failed; the end of the parent ends the process."""
+    """One device and its link. `serve` returns when a step or a lane has failed; the end of the parent ends the process."""
 
     def __init__(self, socket: zmq.asyncio.Socket, open_executor: OpenExecutor) -> None:
         self._socket = socket
@@ -55,38 +53,38 @@ class DeviceHost:
         self._failed = asyncio.Event()
 
     async def serve(self) -> None:
-        """Open what the first message names, then run steps until one fails."""
-        opening = await self._receive(OpenDevice)
+        """Open what the first message names, then run steps and copies until the device fails."""
+        while not isinstance(opening := await self._receive(), OpenDevice):
+            pass  # nothing else makes sense yet
         configure_logging(opening.config.log_format, opening.config.log_level)
-        compute = ComputeThread(
+        threads = DeviceThreads(
             lambda: self._open_executor(opening.config, Path(opening.model_dir)), on_message=self._on_message
         )
         beats = asyncio.create_task(self._beat(opening))
         try:
-            capacity = await compute.start()
+            capacity = await threads.start()
         except Exception as error:
             await self._socket.send(encode(OpeningFailed(problem_of(error))))
             return
         await self._socket.send(encode(DeviceOpened(opening.epoch, capacity)))
-        steps = asyncio.create_task(self._take_steps(compute))
+        work = asyncio.create_task(self._take_work(threads))
         await self._failed.wait()
-        for task in (beats, steps):
+        for task in (beats, work):
             task.cancel()
 
-    async def _take_steps(self, compute: ComputeThread) -> None:
+    async def _take_work(self, threads: DeviceThreads) -> None:
         while True:
-            compute.send(await self._receive(RunStep))
+            message = await self._receive()
+            if not isinstance(message, OpenDevice):
+                threads.send(message)
 
-    async def _receive(self, kind: type[T]) -> T:
+    async def _receive(self) -> ToHost:
         while True:
             frame = await self._socket.recv()
             try:
-                message = decode_to_host(frame)
+                return decode_to_host(frame)
             except msgspec.DecodeError as error:
                 logger("device_host").warning("link.bad_message", reason=str(error), num_bytes=len(frame))
-                continue
-            if isinstance(message, kind):
-                return message
 
     async def _beat(self, opening: OpenDevice) -> None:
         period_s = min(LONGEST_HEARTBEAT_S, opening.config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT)
@@ -94,9 +92,9 @@ class DeviceHost:
             await self._socket.send(encode(Heartbeat(opening.epoch)))
             await asyncio.sleep(period_s)
 
-    def _on_message(self, message: StepDone | StepFailed) -> None:
+    def _on_message(self, message: StepDone | StepFailed | CopyDone | LaneFailed) -> None:
         self._send(message)
-        if isinstance(message, StepFailed):
+        if isinstance(message, StepFailed | LaneFailed):
             self._failed.set()
 
     def _send(self, message: FromHost) -> None:

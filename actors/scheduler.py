@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -13,6 +13,8 @@ from ..protocol.messages import (
     Abort,
     Admit,
     Closed,
+    CopyBlocks,
+    CopyDone,
     Credit,
     DeviceLost,
     DeviceReady,
@@ -25,30 +27,32 @@ from ..protocol.messages import (
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .scheduling.core import SchedulerCore
-from .scheduling.reports import Finished, Paused, Preempted, Report
+from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
 
-SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | DeviceLost | DeviceReady
+SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceLost | DeviceReady
 
-SendStep = Callable[[RunStep, float | None], None]
-"""Takes a step and how long it should take."""
+SendToDevice = Callable[[RunStep | CopyBlocks, float | None], None]
+"""Takes a step or a copy and how long it should take, over one ordered link."""
 
 
 class Scheduler:
-    """Receives what comes from every side; sends `RunStep` to the worker, `TokensSampled` and `Refused` to the detokenizer."""
+    """Receives what comes from every side; sends `RunStep` to the worker, `CopyBlocks` to the swap manager, `TokensSampled`
+    and `Refused` to the detokenizer.
+    """
 
     def __init__(
         self,
         core: SchedulerCore,
         *,
         inbox: Mailbox[SchedulerInbox],
-        worker: SendStep,
+        device: SendToDevice,
         detokenizer: Mailbox[TokensSampled | Refused],
         on_culprit: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
         self.inbox = inbox
-        self._worker = worker
+        self._device = device
         self._detokenizer = detokenizer
         self._on_culprit = on_culprit
         self._clock = clock
@@ -72,9 +76,13 @@ class Scheduler:
         while True:
             began = self._clock()
             step = self.core.plan(began)
+            before, after = self.core.take_copies()
+            self._send_copies(before)
+            if step is not None:
+                self._device(step, self.core.predicted_s(step))
+            self._send_copies(after)
             if step is None:
                 return
-            self._worker(step, self.core.predicted_s(step))
             self.core.pacer.on_planned(self._clock() - began)
             self._log.debug(
                 "scheduler.step",
@@ -87,6 +95,10 @@ class Scheduler:
                 num_free_blocks=self.core.cache.pool.num_free,
             )
 
+    def _send_copies(self, copies: Iterable[CopyBlocks]) -> None:
+        for copy in copies:
+            self._device(copy, self.core.predicted_copy_s(copy))
+
     def _patience(self) -> float:
         wakeup = self.core.next_wakeup()
         return float("inf") if wakeup is None else max(0.0, wakeup - self._clock())
@@ -95,6 +107,8 @@ class Scheduler:
         match message:
             case StepDone():
                 self.core.on_step_done(message, now)
+            case CopyDone():
+                self.core.on_copy_done(message)
             case Admit():
                 self._admit(message, now)
             case Abort():
@@ -135,7 +149,9 @@ class Scheduler:
         fields["request_id"] = show_request_id(report.request_id)
         match report:
             case Preempted():
-                self._log.info("scheduler.preempted", **fields)
+                self._log.info("scheduler.preempted", **{key: _rounded(value) for key, value in fields.items()})
+            case HostHit():
+                self._log.info("scheduler.host_hit", **{key: _rounded(value) for key, value in fields.items()})
             case Paused():
                 self._log.info("scheduler.paused", **fields)
             case Finished():

@@ -13,7 +13,8 @@ overflow at tiny temperatures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..protocol.messages import TokenLogprobs
 from ..protocol.sampling import SamplingParams
+from .logprobs import token_logprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: no two distinct 16-bit logits are close enough to matter."""
@@ -41,10 +44,14 @@ class SamplingRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A token a row; meaningless for the rows listed in `failed`, whose logits were not finite."""
+    """A token a row; meaningless for the rows listed in `failed`, whose logits were not finite.
+
+    `logprobs` belong to the rows by number, and only to those that ask for them and have not failed.
+    """
 
     token_ids: list[int]
     failed: list[int]
+    logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
@@ -66,7 +73,13 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
             scaled = (logits[group] - maxima[group, None]) / _column(logits, [row.params.temperature for row in own])
             for i, token in zip(group, draw(scaled, own), strict=True):
                 token_ids[i] = token
-    return Sampled(token_ids, [i for i, is_finite in enumerate(finite) if not is_finite])
+    asking = [i for i, row in enumerate(rows) if finite[i] and row.params.logprobs is not None]
+    logprobs: dict[int, TokenLogprobs] = {}
+    if asking:
+        counts = [rows[i].params.logprobs or 0 for i in asking]
+        found = token_logprobs(logits[asking], [token_ids[i] for i in asking], counts)
+        logprobs = dict(zip(asking, found, strict=True))
+    return Sampled(token_ids, [i for i, is_finite in enumerate(finite) if not is_finite], logprobs)
 
 
 def uniforms(seeds: Sequence[int], sequences: Sequence[int], positions: Sequence[int]) -> list[float]:

@@ -19,3 +19,7 @@ class Capacity(msgspec.Struct, frozen=True):
     """Rows of the embedding: ids below it are valid, added and special ones too."""
     max_model_len: int
     weights_bytes: int = 0
+    copy_out_rate: float = 0.0
+    """Bytes/s from the device to the host, measured when the device was opened; 0: it was not."""
+    copy_in_rate: float = 0.0
+    """The same from the host to the device."""

@@ -24,6 +24,9 @@ BlockId = NewType("BlockId", int)
 StepId = NewType("StepId", int)
 """Number of a step in its device epoch, from 1 upwards. Steps run in this order."""
 
+CopyId = NewType("CopyId", int)
+"""Number of a copy in its device epoch, from 1 upwards on each lane. A lane runs its copies in this order."""
+
 Epoch = NewType("Epoch", int)
 """Number of a device host's life. What an earlier life says is dropped."""
 

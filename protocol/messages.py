@@ -7,6 +7,7 @@ state, and the per-step ones carry columns: one message a step, never one a toke
 
     frontend  --Submit, Abort-->  Tokenizer  --Admit, Abort-->  Scheduler
     Scheduler --RunStep-------->  Worker     --StepDone------>  Scheduler
+    Scheduler --CopyBlocks----->  SwapManager --CopyDone----->  Scheduler
     Scheduler --TokensSampled-->  Detokenizer --TextOut------>  frontend
     Tokenizer --Tokenized------>  frontend                      (what the prompt became)
     Tokenizer, Scheduler --Refused--> Detokenizer               (ends that never opened)
@@ -19,14 +20,14 @@ Times are seconds on the sending process's monotonic clock unless a name says ot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from .capacity import Capacity
 from .config import EngineConfig
 from .errors import Problem
-from .ids import BlockId, Epoch, RequestId, SequenceId, StepId
+from .ids import BlockId, CopyId, Epoch, RequestId, SequenceId, StepId
 from .sampling import FinishReason, SamplingParams
 
 
@@ -58,12 +59,14 @@ class Submit(Message, frozen=True):
 class Abort(Message, frozen=True):
     """Stop work on a request. Takes the same path as its `Submit`; unknown ids are a no-op.
 
-    `reason` "stop" and "error" are the Detokenizer's: a stop string ended the request, or its text could
-    not be made; either way the terminal has been delivered.
+    `reason` "stop" and "error" are the Detokenizer's: a stop string ended the sequence `index`, or its text
+    could not be made; either way its end has been delivered, and the request's other sequences go on.
     """
 
     request_id: RequestId
     reason: str = "abort"
+    index: int | None = None
+    """The sequence that is meant; None: all of the request."""
 
 
 class Tokenized(Message, frozen=True):
@@ -90,13 +93,21 @@ class Admit(Message, frozen=True):
     tenant: str | None = None
     cache_salt: str | None = None
     trace_context: dict[str, str] | None = None
+    holds: bool = False
+    """It does not end with its last token, but keeps its KV for those that follow it, until it is aborted.
+
+    It is a part of something larger (a beam search), so no account of it is written.
+    """
+    follows: RequestId | None = None
+    """A request that holds, whose prompt this one goes on from by a token: it copies what fills no block."""
 
 
 class Credit(Message, frozen=True):
-    """A reader has taken `num_tokens` output tokens: as many more may be generated for it."""
+    """A reader has taken `num_tokens` output tokens of a sequence: as many more may be generated for it."""
 
     request_id: RequestId
     num_tokens: int
+    index: int = 0
 
 
 class Resend(Message, frozen=True):
@@ -121,12 +132,15 @@ class Refused(Message, frozen=True):
 # ---- between the scheduler and the device -------------------------------------------------------
 
 
+CopyDirection = Literal["out", "in"]
+
+
 class Fences(Columns, frozen=True):
     """The last operation on each timeline that must be complete before this one starts."""
 
     step: StepId = StepId(0)
-    copy_out: int = 0
-    copy_in: int = 0
+    copy_out: CopyId = CopyId(0)
+    copy_in: CopyId = CopyId(0)
 
 
 class NewRow(Columns, frozen=True):
@@ -187,11 +201,57 @@ class RunStep(Message, frozen=True):
     shared_groups: list[tuple[list[int], int]] = []
 
 
+class CopyBlocks(Message, frozen=True):
+    """Copy whole KV blocks, all layers, between the tiers: "out" is device to host, "in" is host to device.
+
+    `copy_id` is its number on its lane's timeline; each lane runs its copies in the order of their numbers, each
+    once everything that `after` names is complete. Block `sources[i]` goes to `targets[i]` of the other tier.
+    """
+
+    epoch: Epoch
+    copy_id: CopyId
+    direction: CopyDirection
+    after: Fences
+    sources: list[BlockId]
+    targets: list[BlockId]
+
+
+class CopyDone(Message, frozen=True):
+    """A copy ended, well (`ok`) or not. Either way its fence is complete; what a failed one wrote is junk.
+
+    `seconds` is the time it copied, `waited_s` the time it waited for its fences before.
+    """
+
+    epoch: Epoch
+    copy_id: CopyId
+    direction: CopyDirection
+    num_bytes: int
+    seconds: float
+    waited_s: float = 0.0
+    ok: bool = True
+    reason: str = ""
+    """What went wrong, in words."""
+
+
 class FailedRow(Columns, frozen=True):
     """A row whose logits were not finite. Its sequence ends with an error; the others do not notice."""
 
     seq_id: SequenceId
     message: str
+
+
+class TokenLogprobs(Columns, frozen=True):
+    """What one token was drawn from: natural logarithms of the model's own probabilities.
+
+    The sampled token is the first of `token_ids`, and is `rank`-th of the vocabulary (the most likely has rank 1);
+    the others are the most likely ones, in falling order, the sampled one again where it is among them. `texts` are
+    the tokens decoded one by one: the detokenizer's, empty before it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    texts: list[str] = []
 
 
 class StepDone(Message, frozen=True):
@@ -205,6 +265,10 @@ class StepDone(Message, frozen=True):
     failed: list[FailedRow] = []
     num_sequences: int = 0
     """Sequences the device remembers after the step."""
+    waited_s: float = 0.0
+    """Seconds it waited for copies before it began; not part of `seconds`."""
+    logprobs: list[TokenLogprobs | None] = []
+    """A column beside `token_ids`: None where none are asked for. Empty where nobody asks."""
 
 
 class StepFailed(Message, frozen=True):
@@ -269,7 +333,8 @@ before it, even where a character takes four ids and special tokens stand at the
 class Open(Columns, frozen=True):
     """Precedes a request's first token: what its text machine needs, and how it came to run.
 
-    `prompt_tail` is the end of the prompt's ids, so that the first piece joins it correctly.
+    `prompt_tail` is the end of the prompt's ids, so that the first piece joins it correctly. The request's
+    `params.n` sequences are all open from here on.
     """
 
     request_id: RequestId
@@ -281,10 +346,15 @@ class Open(Columns, frozen=True):
     first_scheduled_s: float
 
 
+ALL_SEQUENCES = -1
+"""The index that means every sequence of a request that has not ended."""
+
+
 class SequenceEnd(Columns, frozen=True):
     """The scheduler's proposal that a sequence ends with the tokens of this message.
 
-    A stop string completed by an earlier token, or by the last one, wins over it.
+    A stop string completed by an earlier token, or by the last one, wins over it. `num_preemptions` are the
+    request's so far.
     """
 
     request_id: RequestId
@@ -292,10 +362,12 @@ class SequenceEnd(Columns, frozen=True):
     stop_token_id: int | None = None
     problem: Problem | None = None
     num_preemptions: int = 0
+    index: int = 0
+    """The sequence, or `ALL_SEQUENCES` where the request ends as a whole, opened or not."""
 
 
 class TokensSampled(Message, frozen=True):
-    """A step's new tokens, as columns, with the requests that opened before and ended with them."""
+    """A step's new tokens, as columns, with the requests that opened before and the sequences that ended with them."""
 
     request_ids: list[RequestId]
     token_ids: list[int]
@@ -303,7 +375,11 @@ class TokensSampled(Message, frozen=True):
     opened: list[Open] = []
     ended: list[SequenceEnd] = []
     preempted: list[tuple[RequestId, int]] = []
-    """Requests that gave their blocks up since the last message, and how often they have by now."""
+    """Requests that gave their blocks up since the last message, and how often their sequences have by now."""
+    indices: list[int] = []
+    """A column beside `token_ids`: the sequence within its request. Empty where all are the first."""
+    logprobs: list[TokenLogprobs | None] = []
+    """A column beside `token_ids`, as in `StepDone`."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -319,7 +395,10 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class TextDelta(Columns, frozen=True):
-    """New text and tokens of one request; `finish_reason` makes it the one terminal."""
+    """New text and tokens of one sequence; `finish_reason` is its end.
+
+    With the end of the last one (`num_left` is 0) it is the one terminal of the request.
+    """
 
     request_id: RequestId
     text: str
@@ -329,6 +408,16 @@ class TextDelta(Columns, frozen=True):
     problem: Problem | None = None
     num_cached_tokens: int = 0
     metrics: Metrics | None = None
+    index: int = 0
+    num_left: int = 0
+    """With a `finish_reason`: sequences of the request that go on."""
+    logprobs: list[TokenLogprobs] = []
+    """Of `token_ids`, where they are asked for."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the request ends with it."""
+        return self.finish_reason is not None and not self.num_left
 
 
 class TextOut(Message, frozen=True):

@@ -12,23 +12,39 @@ from .sampling import FinishReason
 RequestMetrics = Metrics
 
 
-class CompletionOutput(msgspec.Struct):
-    """One completion. What `text` and `token_ids` hold follows `SamplingParams.output_kind`.
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """How likely the model found a token, before temperature and filters: the natural logarithm of its probability.
 
-    `stop_reason` is the stop string or stop token id that ended it, or the error's message.
+    `rank` counts from 1, the most likely. `decoded_token` is the token's text alone.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct):
+    """One completion. What `text`, `token_ids` and `logprobs` hold follows `SamplingParams.output_kind`.
+
+    `stop_reason` is the stop string or stop token id that ended it, or the error's message. Where `logprobs` are
+    asked for, each token has a dictionary of the token itself and the most likely ones, by token id; the sum of the
+    tokens' own is `cumulative_logprob`, of the whole completion so far.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 class RequestOutput(msgspec.Struct):
-    """One update of a request. `num_cached_tokens` counts prompt tokens that were not computed for it."""
+    """One update of a request: all of its `n` completions, by index. `finished` when each has its `finish_reason`.
+
+    `num_cached_tokens` counts prompt tokens that were not computed for it.
+    """
 
     request_id: str
     prompt: str | None
@@ -38,6 +54,27 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
     prompt_logprobs: list[Any] | None = None
     metrics: RequestMetrics | None = None
+
+
+class BeamSearchSequence(msgspec.Struct):
+    """A continuation that a beam search found. `tokens` and `text` begin with the prompt's, as in vLLM.
+
+    `cum_logprob` is the sum of the log-probabilities of the generated tokens, and `logprobs` what each of these was
+    chosen from, by token id.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class BeamSearchOutput(msgspec.Struct):
+    """What a beam search found, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
@@ -66,5 +103,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int
     num_paused: int = 0
     """Requests whose readers have fallen behind by `credit_window` tokens."""
+    num_fetching: int = 0
+    """Requests that wait for blocks on their way from the host."""
+    num_swap_fallbacks: int = 0
+    """Preemptions by recompute for want of room on the host."""
+    num_failed_copies: int = 0
+    """Copies between the tiers that failed: what they should have brought was computed again."""
     num_computed_tokens: int = 0
     """Rows' tokens computed by all steps so far: what the cache saved is what this lacks."""

@@ -17,6 +17,12 @@ from .errors import UnsupportedError, ValidationError, shorten
 OutputKind = Literal["cumulative", "delta", "final_only"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+MAX_N = 128
+"""Sequences of one request: OpenAI's limit."""
+MAX_LOGPROBS = 20
+"""Most likely tokens that can be asked for: OpenAI's limit, and vLLM's default one."""
+MAX_BEAM_WIDTH = 32
+MAX_LENGTH_PENALTY = 100.0
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -27,10 +33,11 @@ SEED_RANGE = (-(2**63), 2**63 - 1)
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Sampling and text parameters of one request.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None means all the room there
-    is, and larger values are clamped to it. `seed` makes the output repeatable, whatever runs
-    beside it. `output_kind` chooses what each output holds: everything so far, only what is new,
-    or nothing until the end.
+    `n` sequences share the prompt; each draws from its own random stream. `temperature` 0 is greedy. `top_k` 0 or -1
+    is off. `max_tokens` None means all the room there is, and larger values are clamped to it. `seed` makes the
+    output repeatable, whatever runs beside it. `logprobs` asks for that many most likely tokens beside each token that
+    is generated. `output_kind` chooses what each output holds: everything so far, only what is new, or nothing until
+    the end.
 
     Raises `ValidationError` or `UnsupportedError` (through `check`) naming the field.
     """
@@ -67,13 +74,27 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
 
+class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a beam search goes: `beam_width` continuations are kept, of `max_tokens` tokens at most.
+
+    A finished one's log-probability is divided by its length to the power of `length_penalty`: above 0 favours the
+    long, below the short. `temperature` has vLLM's place and one value, 0: a beam search draws nothing.
+
+    Raises `ValidationError` or `UnsupportedError` (through `check_beams`) naming the field.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+
 _NOT_BUILT = {
-    "n": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_tokens": 0,
-    "logprobs": None,
     "prompt_logprobs": None,
     "logit_bias": None,
     "allowed_token_ids": None,
@@ -93,8 +114,8 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
         raise ValidationError(f"sampling_params must be SamplingParams, not {type(params).__name__}", field="sampling_params")
     for name in ("n", "top_k", "min_tokens"):
         _integer(params, name)
-    if params.n < 1:
-        raise _bad(params, "n", "at least 1")
+    if not 1 <= params.n <= MAX_N:
+        raise _bad(params, "n", f"1 to {MAX_N}")
     for name, default in _NOT_BUILT.items():
         value = getattr(params, name)
         if value != default:
@@ -104,6 +125,10 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     _real(params, "min_p", 0.0, 1.0)
     if params.top_k < -1:
         raise _bad(params, "top_k", "-1 or 0 (off) or a positive number")
+    if params.logprobs is not None:
+        _integer(params, "logprobs")
+        if not 0 <= params.logprobs <= MAX_LOGPROBS:
+            raise _bad(params, "logprobs", f"0 to {MAX_LOGPROBS}, or None")
     if params.seed is not None:
         _integer(params, "seed")
         if not SEED_RANGE[0] <= params.seed <= SEED_RANGE[1]:
@@ -119,6 +144,25 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
             raise _bad(params, name, "true or false")
+
+
+def check_beams(params: BeamSearchParams) -> None:
+    """Refuse `params` unless every field is in range: as `check` does."""
+    if not isinstance(params, BeamSearchParams):
+        raise ValidationError(f"params must be BeamSearchParams, not {type(params).__name__}", field="params")
+    for name, most in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", MAX_TOKENS_LIMIT)):
+        _integer(params, name)
+        if not 1 <= getattr(params, name) <= most:
+            raise _bad(params, name, f"1 to {most}")
+    if not isinstance(params.ignore_eos, bool):
+        raise _bad(params, "ignore_eos", "true or false")
+    _real(params, "length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    if params.temperature != 0:
+        raise UnsupportedError(
+            f"temperature of a beam search must be 0, got {shorten(params.temperature)}",
+            field="temperature",
+            value=params.temperature,
+        )
 
 
 def check_token_ids(ids: Any, *, field: str, vocab_size: int, limit: int | None = None) -> None:
@@ -145,12 +189,15 @@ def _check_stops(params: SamplingParams) -> None:
             raise _bad(params, "stop", f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
 
 
-def _integer(params: SamplingParams, name: str) -> None:
+AnyParams = SamplingParams | BeamSearchParams
+
+
+def _integer(params: AnyParams, name: str) -> None:
     if type(getattr(params, name)) is not int:
         raise _bad(params, name, "an integer")
 
 
-def _real(params: SamplingParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+def _real(params: AnyParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
     value = getattr(params, name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # A huge Python int has no float: comparing it is safe, converting it is not.
@@ -166,6 +213,6 @@ def _real(params: SamplingParams, name: str, low: float, high: float, *, open_lo
         raise _bad(params, name, f"a finite number, {span}")
 
 
-def _bad(params: SamplingParams, name: str, allowed: str) -> ValidationError:
+def _bad(params: AnyParams, name: str, allowed: str) -> ValidationError:
     value = getattr(params, name)
     return ValidationError(f"{name} must be {allowed}, got {shorten(value)}", field=name, value=value)

@@ -28,15 +28,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from ..protocol.ids import BlockId, SequenceId, StepId
-from ..protocol.messages import BlockCopy
+from msgspec.structs import replace
+
+from ..protocol.ids import BlockId, CopyId, SequenceId, StepId
+from ..protocol.messages import BlockCopy, CopyDirection, Fences
 from ..protocol.outputs import BlockCounts
+from .copies import CopyJob
 from .holding import Holding
+from .host import HostTier
 from .integrity import problems
+from .lookup import Match
+from .moving import Arrived, MayFetch, Mover
 from .node import Node
-from .pool import BlockPool
+from .pool import BlockPool, latest
 from .tokens import TokenLog, common_tokens
-from .tree import Match, PrefixTree
+from .tree import PrefixTree
+
+
+def _always(start: int, num_tokens: int) -> bool:
+    return True
 
 
 class Advance(NamedTuple):
@@ -50,6 +60,17 @@ class Advance(NamedTuple):
     """Part of a block is computed by this step and can be copied in the next: plan others first."""
 
 
+class SwapFacts(NamedTuple):
+    """What is known of a sequence that may have to give its blocks up. All in whole blocks of the tree."""
+
+    num_alone: int
+    """That only it locks."""
+    num_unsaved: int
+    """Of these, without a copy on the host or on its way there."""
+    num_shared: int
+    """The others, at the head: they stay."""
+
+
 class RolledBack(NamedTuple):
     """A sequence lost the KV of its tokens from `num_tokens` on; it holds nothing any more."""
 
@@ -58,19 +79,27 @@ class RolledBack(NamedTuple):
 
 
 class KVCache:
-    """Blocks, tree and holdings of one tier, behind transactions.
+    """Blocks, tree and holdings, behind transactions. With `num_host_blocks` there is a second tier (`host.py`).
 
     With `enable_prefix_caching` off each sequence has a namespace of its own, emptied at its end:
     the same mechanism without sharing, so preemption and resumption work alike.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0, enable_prefix_caching: bool = True
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(self.pool, block_size)
+        self.host: HostTier | None = None
+        self.mover: Mover | None = None
+        if num_host_blocks:
+            self.host = self.tree.host = HostTier(self.tree, num_host_blocks)
+            self.mover = Mover(self.tree, self.host, release=self.release, free_up=self._free_up)
         self.num_reserved = 0
+        self._after = Fences()
         self._holdings: dict[SequenceId, Holding] = {}
         self._step = StepId(0)
         # Blocks that rows of this step fill only partly, by the node they hang below and their index: who fills
@@ -92,13 +121,27 @@ class KVCache:
         """The sequence has ended: release what it holds and forget it. What it entered stays as cache."""
         self.release(holding)
         del self._holdings[holding.seq_id]
+        if self.host is not None:
+            self.host.unpin(holding.seq_id)
         if not self.enable_prefix_caching:
+            root = self.tree.peek(holding.namespace)
+            if self.mover is not None and root is not None:
+                self.mover.cancel_all(root)
             self.tree.drop_namespace(holding.namespace)
 
     def begin_step(self, step_id: StepId) -> None:
         """The next transactions plan step `step_id`."""
         self._step = step_id
         self._filling.clear()
+
+    def end_step(self) -> Fences:
+        """The step that was planned is sent: blocks given back from here on may be in use by it.
+
+        Returns what must be complete before it starts.
+        """
+        self.pool.used_in = self._step
+        after, self._after = self._after, Fences()
+        return after
 
     # ---- transactions ---------------------------------------------------------------------------
 
@@ -111,24 +154,87 @@ class KVCache:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self, holding: Holding, log: TokenLog, *, spare: int = 0) -> int | None:
+    def admit(self, holding: Holding, log: TokenLog, *, spare: int = 0, may_fetch: MayFetch = _always) -> int | None:
         """Lock the longest cached prefix of `log` and promise the blocks for the rest of it.
 
         Returns the number of tokens found (whole blocks, at most `len(log) - 1`), or None, with no
-        trace left, when that would leave fewer than `spare` blocks available.
+        trace left, when that would leave fewer than `spare` blocks available. Where part of them is on its way
+        from the host, or is on the host and `may_fetch` says to bring it, `holding.jobs` must arrive first.
         """
         assert holding.node is None, "admitted twice"
         match = self.tree.match(self.tree.root(holding.namespace), log, len(log) - 1)
-        needed = self.blocks_for(len(log)) - len(match.blocks)
+        beyond = self.mover.beyond(match, log, may_fetch) if self.mover is not None else None
+        num_moving, num_host = (beyond.num_moving, beyond.num_host) if beyond is not None else (0, 0)
+        needed = self.blocks_for(len(log)) - len(match.blocks) - num_moving
         if needed + spare > self.num_available - match.num_unlocked:
             self.tree.forget_if_empty(holding.namespace)
             return None
-        holding.node = self.tree.lock(match)
-        holding.block_table = match.blocks
-        holding.num_tree_blocks = len(match.blocks)
-        holding.reserved = needed
-        self.num_reserved += needed
-        return len(match.blocks) * self.block_size
+        if self.mover is not None and beyond is not None:
+            holding.block_table = match.blocks + self.mover.bring_in(holding, match, beyond)
+        else:
+            holding.node = self.tree.lock(match)
+            holding.block_table = match.blocks
+        if self.host is not None:
+            self.host.unpin(holding.seq_id)
+        holding.num_tree_blocks = len(holding.block_table)
+        holding.reserved = needed - num_host
+        self.num_reserved += holding.reserved
+        return holding.num_tree_blocks * self.block_size
+
+    def fetch_ahead(self, holding: Holding, log: TokenLog, *, spare: int, may_fetch: MayFetch) -> bool:
+        """Bring in what the host holds for a sequence that cannot be admitted yet. False: nothing, or no room."""
+        assert holding.node is None, "it is admitted"
+        root = self.tree.peek(holding.namespace)
+        if self.mover is None or root is None:
+            return False
+        match = self.tree.match(root, log, len(log) - 1)
+        beyond = self.mover.beyond(match, log, may_fetch)
+        if beyond is None or not beyond.num_host:
+            return False
+        if beyond.num_host + spare > self.num_available - match.num_unlocked:
+            return False
+        self.mover.bring_ahead(holding.seq_id, beyond)
+        return True
+
+    def swap_out(self, holding: Holding, later: Iterable[SequenceId] = ()) -> bool:
+        """Copy to the host what releasing `holding` would leave to eviction, and keep it there for its return.
+
+        `later`: preempted sequences behind it in order, the last first, whose host blocks it may take. False, and
+        nothing has changed, when there is no room or no host tier.
+        """
+        return self.mover is not None and self.mover.swap_out(holding, later)
+
+    def swap_facts(self, holding: Holding) -> SwapFacts:
+        """What giving up `holding` would take and leave. Changes nothing."""
+        num_alone = num_unsaved = 0
+        node = holding.node
+        while node is not None and node.locks == 1:
+            num_alone += node.size
+            num_unsaved += node.size - len(node.host_blocks)
+            node = node.parent
+        return SwapFacts(num_alone, num_unsaved, holding.num_tree_blocks - num_alone)
+
+    def on_copy_done(self, direction: CopyDirection, copy_id: CopyId, *, ok: bool) -> Arrived:
+        """A copy has ended. Sequences that waited for it are ready, or hold nothing any more."""
+        assert self.mover is not None, "a copy without a host tier"
+        return self.mover.on_copy_done(direction, copy_id, ok=ok)
+
+    def write_back(self, most: int, next_victims: Iterable[Holding] = ()) -> int:
+        """Copy up to `most` blocks to the host while nothing else moves; return how many.
+
+        Of what is nearest to eviction, or if all of that is there already, of what `next_victims` alone hold.
+        """
+        if self.host is None or not all(self.host.lanes.is_idle(lane) for lane in ("out", "in")):
+            return 0
+        count = self.host.write_back(most)
+        for holding in next_victims:
+            if count == 0 and holding.node is not None:
+                count = self.host.save_ahead(holding.node, most)
+        return count
+
+    def take_copies(self) -> list[CopyJob]:
+        """Copies decided on since the last call."""
+        return self.host.lanes.take_unsent() if self.host is not None else []
 
     def lookup(self, namespace: Hashable, log: TokenLog) -> int:
         """Tokens of `log` the cache holds in whole blocks. Changes nothing."""
@@ -151,6 +257,8 @@ class KVCache:
             return Advance(num_computed, None, must_wait=True)
         reach = start + match.num_partial
         if match.partial is not None and match.is_partial_proven and reach > num_computed:
+            assert match.partial_node is not None
+            match.partial_node.used_in = self._step  # it need not be locked, and may be handed on after this
             return Advance(reach, self._copy(holding, match.partial, match.num_partial), must_wait=False)
         pending = match.partial is not None and self.pool.last_step[match.partial] == self._step
         soon = max(filled, reach if pending else 0)
@@ -191,10 +299,8 @@ class KVCache:
                 done -= 1
             if done > holding.num_tree_blocks:
                 self._share(holding, match._replace(blocks=match.blocks[: done - holding.num_tree_blocks]))
-            elif match.blocks:
+            elif match.blocks or not self._attach(holding, log, full):
                 break
-            else:
-                self._insert(holding, log, full)
         if after % size and full == holding.num_tree_blocks and len(log) >= (full + 1) * size:
             self._filling.setdefault((_held(holding), full), []).append((holding.seq_id, log.block(full, size)))
 
@@ -233,6 +339,8 @@ class KVCache:
         """Let go of everything (preemption, or the end): the tree's part becomes cache, the rest is free."""
         if holding.node is None:
             return
+        if holding.jobs and self.mover is not None:
+            self.mover.let_go(holding)
         self.pool.free_private(holding.private_blocks[::-1])
         self.tree.unlock(holding.node)
         holding.node = None
@@ -251,8 +359,7 @@ class KVCache:
         """
         node, depth = holding.node, holding.num_tree_blocks
         if node is None and log is not None and (root := self.tree.peek(holding.namespace)):
-            match = self.tree.match(root, log, len(log))
-            node, depth = match.node, match.depth
+            node, depth = self.tree.deepest(root, log)
         if node is None:
             return []
         doomed = self.tree.first_unproven(node)
@@ -277,6 +384,18 @@ class KVCache:
         free, cached = self.pool.num_free, self.tree.num_evictable
         return BlockCounts(self.num_blocks, free, cached, self.num_blocks - free - cached)
 
+    @property
+    def num_copies(self) -> int:
+        """Copies sent, or to be sent, and not ended."""
+        return len(self.host.lanes.jobs()) if self.host is not None else 0
+
+    def host_counts(self) -> BlockCounts:
+        """The same for the host: blocks that a preempted sequence keeps or a copy touches count as referenced."""
+        if self.host is None:
+            return BlockCounts(0, 0, 0, 0)
+        total, free, cached = self.host.pool.num_blocks, self.host.pool.num_free, self.host.num_evictable
+        return BlockCounts(total, free, cached, total - free - cached)
+
     def holdings(self) -> Iterable[Holding]:
         """Every open holding."""
         return self._holdings.values()
@@ -287,12 +406,20 @@ class KVCache:
 
     # ---- pieces ---------------------------------------------------------------------------------
 
-    def _take(self, count: int) -> list[BlockId]:
+    def _free_up(self, count: int) -> None:
+        """Have at least `count` blocks free."""
         missing = count - self.pool.num_free
         if missing > 0:
             evicted = self.tree.evict(missing)
             assert evicted == missing, "a promise was broken: fewer blocks evictable than counted"
-        return self.pool.take(count)
+
+    def _take(self, count: int) -> list[BlockId]:
+        self._free_up(count)
+        blocks = self.pool.take(count)
+        if self.pool.has_copies:
+            # Steps wait for no steps: a block that this one copies from may be one that it writes then.
+            self._after = latest(self._after, replace(self.pool.fences(blocks), step=StepId(0)))
+        return blocks
 
     def _share(self, holding: Holding, match: Match) -> None:
         """Switch the table to the tree's blocks, ours at the same places given back.
@@ -335,12 +462,24 @@ class KVCache:
         self.pool.last_step[target] = self._step
         return None if source == target else BlockCopy(source, target, num_tokens)
 
-    def _insert(self, holding: Holding, log: TokenLog, full: int) -> None:
-        first = holding.num_tree_blocks
-        width = self.tree.width
-        tokens = log.buffer[first * width : full * width]
-        holding.node = self.tree.insert(_held(holding), tokens, holding.block_table[first:full], self._step)
-        holding.num_tree_blocks = full
+    def _attach(self, holding: Holding, log: TokenLog, full: int) -> bool:
+        """Hand private blocks to the tree: as a new run, or as the device's copy of one that is on the host only.
+
+        False: their tokens are moving in. They stay private until those have arrived.
+        """
+        node, first, width = _held(holding), holding.num_tree_blocks, self.tree.width
+        child = self.tree.child_at(node, log, full * self.block_size) if self.host is not None else None
+        if child is None:
+            tokens = log.buffer[first * width : full * width]
+            holding.node = self.tree.insert(node, tokens, holding.block_table[first:full], self._step)
+            holding.num_tree_blocks = full
+            return True
+        if child.job_in is not None:
+            return False
+        count = self.tree.num_equal(child, log, full * self.block_size)
+        holding.node = self.tree.attach(child, count, holding.block_table[first : first + count], self._step)
+        holding.num_tree_blocks = first + count
+        return True
 
     def _filled_by_others(self, holding: Holding, log: TokenLog) -> int:
         """How far rows of this step get in `log` by filling its next block, complete or not; 0: none does."""

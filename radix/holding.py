@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ..protocol.ids import BlockId, SequenceId, StepId
+from .copies import CopyJob
 from .node import Node
 
 
@@ -17,12 +18,14 @@ class Holding:
     `node` is None while the sequence holds nothing (waiting, preempted, paused).
     `reserved` blocks are promised to it and not yet taken. `num_sent` entries of the table are known
     to the device; `changed` lists those among them that have been switched since. `switched_in` is the
-    last step from which on it reads blocks of others that it did not read before.
+    last step from which on it reads blocks of others that it did not read before. `jobs` are the copies
+    that must arrive before anything of it can be computed.
     """
 
     __slots__ = (
         "block_table",
         "changed",
+        "jobs",
         "namespace",
         "node",
         "num_sent",
@@ -42,6 +45,7 @@ class Holding:
         self.num_sent = 0
         self.changed: list[int] = []
         self.switched_in = StepId(0)
+        self.jobs: set[CopyJob] = set()
 
     @property
     def private_blocks(self) -> list[BlockId]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
+from .copies import CopyJob
 from .holding import Holding
+from .host_integrity import host_problems
 from .node import Node
 from .pool import BlockPool
 from .tree import PrefixTree
@@ -22,6 +24,7 @@ def problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num
         *(fault for node in nodes for fault in _node_problems(tree, node)),
         *(fault for node in [*nodes, *_roots(tree)] for fault in _children_problems(tree, node)),
         *_lock_problems(tree, nodes, holdings),
+        *(host_problems(tree, tree.host, nodes) if tree.host is not None else ()),
         *_ring_problems(tree, nodes),
         *(fault for holding in holdings for fault in _holding_problems(tree, holding)),
         *_promise_problems(pool, tree, holdings, num_reserved),
@@ -30,10 +33,15 @@ def problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num
 
 def _node_problems(tree: PrefixTree, node: Node) -> list[str]:
     found = []
-    if len(node.tokens) != len(node.blocks) * tree.width or not node.blocks:
-        found.append(f"{len(node.tokens)} bytes of tokens for {len(node.blocks)} blocks")
-    if not 0 <= node.num_proven <= len(node.blocks):
-        found.append(f"{node.num_proven} proven blocks of {len(node.blocks)}")
+    size = max(len(node.blocks), len(node.host_blocks))
+    if len(node.tokens) != size * tree.width or not size:
+        found.append(f"{len(node.tokens)} bytes of tokens for {size} blocks")
+    if node.size != size:
+        found.append(f"counts {node.size} blocks, has {size}")
+    if not 0 <= node.num_proven <= size:
+        found.append(f"{node.num_proven} proven blocks of {size}")
+    if node.locks and len(node.blocks) < size:
+        found.append(f"is locked, and has {len(node.blocks)} of {size} blocks on the device")
     parent = node.parent
     if parent is None or node.start != parent.end:
         found.append("does not start where its parent ends")
@@ -42,6 +50,10 @@ def _node_problems(tree: PrefixTree, node: Node) -> list[str]:
             found.append("proven below an unproven parent")
         if node.last_step < parent.last_step:
             found.append(f"last entered in step {node.last_step}, before its parent in {parent.last_step}")
+        if node.blocks and len(parent.blocks) < parent.size:
+            found.append("on the device below a parent that is not")
+        if node.num_ready and parent.num_in:
+            found.append("to be read below a parent that is moving in")
         if node.locks > parent.locks:
             found.append(f"{node.locks} locks, its parent {parent.locks}")
     return [f"{_name(node)}: {fault}" for fault in found]
@@ -74,6 +86,11 @@ def _lock_problems(tree: PrefixTree, nodes: list[Node], holdings: Sequence[Holdi
         while node is not None:
             held[id(node)] += 1
             node = node.parent
+    for job in tree.host.lanes.jobs() if tree.host is not None else ():
+        node = job.anchor
+        while node is not None:
+            held[id(node)] += 1
+            node = node.parent
     return [
         f"{_name(node)}: {node.locks} locks, {held[id(node)]} holders"
         for node in [*nodes, *_roots(tree)]
@@ -87,7 +104,7 @@ def _ring_problems(tree: PrefixTree, nodes: list[Node]) -> list[str]:
     ring = list(islice(tree.oldest_first(), len(nodes) + 1))
     age = {id(node): position for position, node in enumerate(ring)}
     for node in nodes:
-        if (node.locks == 0) != (id(node) in age):
+        if (node.locks == 0 and bool(node.blocks)) != (id(node) in age):
             found.append(f"{_name(node)}: {node.locks} locks, {'in' if id(node) in age else 'not in'} the eviction list")
         parent = node.parent
         if parent is not None and id(node) in age and id(parent) in age and age[id(parent)] < age[id(node)]:
@@ -116,11 +133,21 @@ def _holding_problems(tree: PrefixTree, holding: Holding) -> list[str]:
     found = []
     if root is not tree.peek(holding.namespace):
         found.append(f"{name}: its path does not end at its namespace's root")
+    pending = {id(job) for job in _jobs_on_path(holding.node)}
+    if pending != {id(job) for job in holding.jobs}:
+        found.append(f"{name}: waits for {len(holding.jobs)} copies, {len(pending)} are on its path")
     if path != holding.block_table[: holding.num_tree_blocks] or len(path) != holding.num_tree_blocks:
         found.append(f"{name}: its table is not its path's blocks")
     if holding.num_sent > len(holding.block_table) or any(index >= holding.num_sent for index in holding.changed):
         found.append(f"{name}: the device knows {holding.num_sent} entries of a table of {len(holding.block_table)}")
     return found
+
+
+def _jobs_on_path(node: Node | None) -> Iterator[CopyJob]:
+    while node is not None:
+        if node.job_in is not None:
+            yield node.job_in
+        node = node.parent
 
 
 def _promise_problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num_reserved: int) -> list[str]:

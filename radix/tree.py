@@ -1,13 +1,14 @@
 """The prefix tree: which blocks hold the KV of which token prefixes, and what may be evicted.
 
 A radix tree per namespace. An edge (kept in the node it leads to) is a run of whole blocks, its
-tokens compared as real tokens, never by digest. A node is *locked* by every sequence that holds
+tokens compared as real tokens, never by digest (`lookup.py`). A node is *locked* by every sequence that holds
 it or something below it; unlocked nodes are cache and may be evicted.
 
     invariant                                                   kept by
     ---------------------------------------------------------   -------------------------------
     a parent has at least its children's locks                  lock and unlock walk to the root
-    unlocked nodes, and only they, are in the eviction list     lock, unlock
+    unlocked nodes on the device, and only they, are in the     lock, unlock, _free_tail
+    eviction list
     a parent is more recent in that list than its children      unlock appends leaf first
     so the list's head is always a leaf                         the two above
     no two children of a node start with the same block         insert looks before it adds
@@ -27,59 +28,40 @@ token from finite logits over them yet. If a row's logits turn out not finite, t
 its path leaves the tree with all that hangs on it. A run counts its proven blocks, since a leaf that
 grows in place has proven ones at its head and new ones at its tail.
 
-A run's blocks are on the device here. A host tier adds a second residency per run beside
-`Node.blocks`, with a list of its own.
+Two tiers. A run may also be on the host, or on both, or on its way (`node.py`); along a path what is on the
+device comes before what is only on the host. With a `HostTier` (`host.py`) evicting a block that has a copy there
+keeps the run; evicting one that has none takes the run's tail with all that hangs on it, unless it can be copied
+out first. A lookup (`match`) gives what can be read now; `beyond` says how it goes on.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from ..protocol.ids import BlockId
+from .lookup import Lookup, Match
 from .node import Node, Root
 from .pool import BlockPool
-from .tokens import TOKEN_BYTES, TokenLog, common_tokens
+from .ring import Ring
+
+if TYPE_CHECKING:
+    from .host import HostTier
 
 
-class Match(NamedTuple):
-    """Result of a lookup. It changes nothing and is valid until the tree changes."""
-
-    node: Node
-    """Deepest node reached."""
-    depth: int
-    """Blocks from the root to the end of the match, which may lie inside `node`'s run."""
-    blocks: list[BlockId]
-    """Matched blocks after the lookup's start."""
-    num_unlocked: int
-    """How many of them are unlocked: locking the match takes that many away from the evictable."""
-    partial: BlockId | None
-    """A block whose first `num_partial` tokens are the next ones: a source for copy-on-write."""
-    num_partial: int
-    is_partial_proven: bool
-    """Whether that block is proven. A copy of it leaves no trace in the tree, so an unproven one must not spread."""
-
-
-class PrefixTree:
+class PrefixTree(Lookup):
     """Radix trees over token prefixes, one per namespace, over the blocks of one pool."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
+        super().__init__(block_size)
         self.pool = pool
-        self.block_size = block_size
-        self.width = block_size * TOKEN_BYTES
         self.num_evictable = 0
+        self.ring = Ring()
+        self.host: HostTier | None = None
         self._roots: dict[Hashable, Root] = {}
-        # Sentinel of the ring of unlocked nodes: .newer is the oldest, .older the most recent.
-        self._ring = Node(None, bytearray(), [], 0)
-        self._ring.older = self._ring.newer = self._ring
 
-    @staticmethod
-    def key(first_block: bytes) -> Hashable:
-        """Index of a child in its parent. Any function is right: a walk compares tokens within a key."""
-        return first_block
-
-    # ---- lookup ---------------------------------------------------------------------------------
+    # ---- namespaces -----------------------------------------------------------------------------
 
     def root(self, namespace: Hashable) -> Node:
         """The root of `namespace`, made if there is none: lock it, or `forget_if_empty`."""
@@ -92,76 +74,6 @@ class PrefixTree:
         """The root of `namespace` if there is one."""
         return self._roots.get(namespace)
 
-    def match(self, node: Node, log: TokenLog, limit: int) -> Match:
-        """Longest prefix of `log`, up to `limit` tokens, that the tree holds below the end of `node`.
-
-        `log` must agree with the tree down to the end of `node`. Read-only: splits and touches nothing.
-        """
-        buffer, width = log.buffer, self.width
-        position = node.end * width
-        stop = limit * TOKEN_BYTES
-        blocks: list[BlockId] = []
-        num_unlocked = 0
-        while stop - position >= width:
-            first = bytes(buffer[position : position + width])
-            child = self._child(node, first)
-            if child is None:
-                break
-            run = child.tokens
-            if len(run) <= stop - position and buffer.startswith(run, position):
-                taken = len(child.blocks)
-                blocks += child.blocks
-            else:
-                taken = self._equal_blocks(run, buffer, position, stop)
-                blocks += child.blocks[:taken]
-            if child.locks == 0:
-                num_unlocked += taken
-            node = child
-            position += taken * width
-            if taken < len(child.blocks):
-                break
-        depth = position // width
-        wanted = bytes(buffer[position : min(position + width, stop)])
-        return Match(node, depth, blocks, num_unlocked, *self._partial(node, depth, wanted))
-
-    def _child(self, node: Node, first: bytes) -> Node | None:
-        for child in node.children.get(self.key(first), ()):
-            if child.tokens.startswith(first):
-                return child
-        return None
-
-    def _equal_blocks(self, run: bytearray, buffer: bytearray, position: int, stop: int) -> int:
-        """How many leading blocks of `run` stand at `position` of `buffer` before `stop`; the first does."""
-        width = self.width
-        low, high = 1, min(len(run), stop - position) // width
-        while low < high:
-            middle = (low + high + 1) // 2
-            if buffer.startswith(run[low * width : middle * width], position + low * width):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _partial(self, node: Node, depth: int, wanted: bytes) -> tuple[BlockId | None, int, bool]:
-        """The block after `depth` that shares the most leading tokens with `wanted`, how many, and whether it is proven."""
-        best: tuple[BlockId | None, int, bool] = (None, 0, False)
-        if len(wanted) < TOKEN_BYTES:
-            return best
-        if depth < node.end:
-            inside = depth - node.start
-            run = node.tokens[inside * self.width : (inside + 1) * self.width]
-            count = common_tokens(run, wanted)
-            return (node.blocks[inside], count, inside < node.num_proven) if count else best
-        # The longest common prefix with a sorted list is with one of the two neighbours of its place.
-        place = bisect_left(node.order, wanted)
-        for first in node.order[max(0, place - 1) : place + 1]:
-            count = common_tokens(first, wanted)
-            if count > best[1]:
-                child = self._child(node, first)
-                assert child is not None
-                best = (child.blocks[0], count, child.num_proven > 0)
-        return best
-
     # ---- locks ----------------------------------------------------------------------------------
 
     def lock(self, match: Match, below: Node | None = None) -> Node:
@@ -169,17 +81,19 @@ class PrefixTree:
 
         `below`: the sequence already locks the path to this node, so only what is beneath it is counted.
         """
-        node = match.node
-        if match.depth < node.end:
-            node = self._split(node, match.depth - node.start)
+        node = self.split(match.node, match.depth)
+        self.lock_path(node, below)
+        return node
+
+    def lock_path(self, node: Node, below: Node | None = None) -> None:
+        """Lock the path to the end of `node`, from `below` on if that is locked already."""
         step: Node | None = node
         while step is not None and step is not below:
-            if step.locks == 0 and step.parent is not None:
-                self._unlink(step)
+            if step.locks == 0 and step.blocks:
+                self.ring.remove(step)
                 self.num_evictable -= len(step.blocks)
             step.locks += 1
             step = step.parent
-        return node
 
     def unlock(self, node: Node) -> None:
         """Give back a lock on the path to `node`; what nobody locks becomes the most recent cache."""
@@ -191,9 +105,16 @@ class PrefixTree:
                 if step.parent is None:
                     self._forget_idle(step)
                 else:
-                    self._link_newest(step)
-                    self.num_evictable += len(step.blocks)
+                    self._becomes_cache(step)
             step = step.parent
+
+    def _becomes_cache(self, node: Node) -> None:
+        node.used_in = max(node.used_in, self.pool.used_in)
+        if node.blocks:
+            self.ring.add(node)
+            self.num_evictable += len(node.blocks)
+        if node.host_blocks and self.host is not None:
+            self.host.touch(node)
 
     # ---- growth ---------------------------------------------------------------------------------
 
@@ -205,8 +126,9 @@ class PrefixTree:
         caller holds grows in place.
         """
         self.pool.enter_tree(blocks)
-        if node.parent is not None and node.locks == 1 and not node.children:
+        if node.parent is not None and node.locks == 1 and not node.children and node.is_on_device:
             node.tokens += tokens
+            node.size += len(blocks)
             node.blocks += blocks
             node.last_step = step_id
             return node
@@ -216,12 +138,28 @@ class PrefixTree:
         self._adopt(node, child)
         return child
 
+    def attach(self, child: Node, count: int, blocks: list[BlockId], step_id: int) -> Node:
+        """The first `count` blocks of `child`, which are only on the host, are computed again: into `blocks`.
+
+        `child` hangs below a node that the caller locks, and nobody locks it. Returns the node that now ends with
+        the blocks, locked once. What hangs below it was computed from the other copy and is unproven like it: if
+        this one turns out bad it leaves the tree with all of it.
+        """
+        node = self._split(child, count) if count < child.size else child
+        self.pool.enter_tree(blocks)
+        node.blocks = blocks
+        node.locks = 1
+        for inner in _leaves_first(node):
+            inner.num_proven = 0
+            inner.last_step = step_id
+        return node
+
     def prove(self, node: Node, step_id: int) -> None:
         """A row drew a token from finite logits over the path to `node` in `step_id`."""
         step: Node | None = node
         while step is not None and not step.proven:
             if step.last_step <= step_id:
-                step.num_proven = len(step.blocks)
+                step.num_proven = step.size
             step = step.parent
 
     def first_unproven(self, node: Node) -> Node:
@@ -236,6 +174,10 @@ class PrefixTree:
             self._split(node, node.num_proven)
         self.drop(node)
 
+    def split(self, node: Node, depth: int) -> Node:
+        """The node that ends `depth` blocks from the root, cut out of `node` if need be; `node` keeps its tail."""
+        return node if depth == node.end else self._split(node, depth - node.start)
+
     def _split(self, node: Node, num_blocks: int) -> Node:
         """Cut `node` after `num_blocks` blocks. The upper part is new and returned; `node` keeps its tail.
 
@@ -246,19 +188,26 @@ class PrefixTree:
         assert parent is not None
         cut = num_blocks * self.width
         upper = Node(parent, node.tokens[:cut], node.blocks[:num_blocks], node.start)
-        upper.locks, upper.last_step = node.locks, node.last_step
+        upper.size = num_blocks
+        upper.locks, upper.last_step, upper.used_in = node.locks, node.last_step, node.used_in
         upper.num_proven = min(node.num_proven, num_blocks)
         node.num_proven -= upper.num_proven
         first = bytes(node.tokens[: self.width])
         bucket = parent.children[self.key(first)]
         bucket[bucket.index(node)] = upper  # same first block: the parent's order stands
+        was_on_device = bool(node.blocks)
         del node.tokens[:cut]
         del node.blocks[:num_blocks]
         node.start += num_blocks
+        node.size -= num_blocks
         node.parent = upper
         self._adopt(upper, node)
-        if node.locks == 0:
-            self._link_after(node, upper)
+        if node.locks == 0 and was_on_device:
+            self.ring.add_after(node, upper)
+            if not node.blocks:
+                self.ring.remove(node)
+        if self.host is not None:
+            self.host.on_split(upper, node)
         return upper
 
     def _adopt(self, parent: Node, child: Node) -> None:
@@ -271,16 +220,35 @@ class PrefixTree:
     def evict(self, count: int) -> int:
         """Free exactly `count` blocks, least recently used first, tails first; return how many there were."""
         freed = 0
-        while freed < count and (node := self._ring.newer) is not self._ring:
-            assert node is not None and not node.children, "the oldest unlocked node is not a leaf"
-            freed += self._trim(node, count - freed)
+        while freed < count and (node := self.ring.oldest()) is not None:
+            freed += self._evict_tail(node, count - freed)
         return freed
 
+    def _evict_tail(self, node: Node, count: int) -> int:
+        """Free up to `count` device blocks of the oldest node; 0 when it was cut in two first: look again."""
+        num_lost = len(node.blocks) - len(node.host_blocks)  # without a copy on the host or on its way there
+        if num_lost > 0 and node.children:
+            assert self.host is not None, "the oldest unlocked node is not a leaf"
+            if self.host.rescue(node):
+                return 0
+            self._drop_children(node)
+        count = min(count, len(node.blocks))
+        self._free_tail(node, count)
+        self.settle(node)
+        return count
+
     def drop(self, node: Node) -> None:
-        """Take `node` and all below it out of the tree and free their blocks. Nobody may lock them any more."""
+        """Take `node` and all below it out of the tree, on both tiers. Nobody may lock them any more."""
         for inner in list(_leaves_first(node)):
-            assert inner.locks == 0, "a locked node is dropped"
-            self._trim(inner, len(inner.blocks))
+            if inner.job_in is not None and self.host is not None:
+                self.host.cancel(inner.job_in, node)
+        for inner in list(_leaves_first(node)):
+            if inner.parent is not None:  # else the end of its copy has taken it along
+                self._remove(inner)
+
+    def _drop_children(self, node: Node) -> None:
+        for child in [child for bucket in node.children.values() for child in bucket]:
+            self.drop(child)
 
     def drop_namespace(self, namespace: Hashable) -> None:
         """Forget everything under `namespace` that is not locked, and the namespace itself once it is empty."""
@@ -289,7 +257,7 @@ class PrefixTree:
             return
         for node in list(_leaves_first(root)):
             if node is not root and node.locks == 0:
-                self._trim(node, len(node.blocks))
+                self._remove(node)
         self.forget_if_empty(namespace)
 
     def forget_if_empty(self, namespace: Hashable) -> None:
@@ -299,29 +267,50 @@ class PrefixTree:
             self._forget_idle(root)
 
     def clear(self) -> None:
-        """Forget every unlocked block."""
-        self.evict(self.num_evictable)
+        """Forget every run that is neither locked nor kept on the host for a preempted sequence."""
+        for node in list(self.nodes()):
+            if node.locks == 0 and node.pins == 0:
+                self._remove(node)
 
-    def _trim(self, node: Node, count: int) -> int:
-        """Free up to `count` blocks off the tail of an unlocked leaf; unhook it when none is left."""
-        count = min(count, len(node.blocks))
+    def _remove(self, node: Node) -> None:
+        """Take a childless node out, and free its blocks of both tiers."""
+        assert node.locks == 0, "a locked node is dropped"
+        self._free_tail(node, len(node.blocks))
+        if self.host is not None:
+            self.host.forget(node)
+        self.settle(node)
+
+    def _free_tail(self, node: Node, count: int) -> None:
+        """Free the last `count` device blocks of an unlocked node."""
+        if count == 0:
+            return
         kept = len(node.blocks) - count
         freed = node.blocks[kept:]
-        first = bytes(node.tokens[: self.width])
         del node.blocks[kept:]
-        del node.tokens[kept * self.width :]
-        node.num_proven = min(node.num_proven, kept)
         # Tail first, so that the head of the run is the first to be handed out again: tables stay ascending.
-        self.pool.free_from_tree(freed[::-1])
+        self.pool.free_from_tree(freed[::-1], node.used_in)
         self.num_evictable -= count
         if not node.blocks:
-            self._unlink(node)
+            self.ring.remove(node)
+
+    def settle(self, node: Node) -> None:
+        """Cut off the part of an unlocked run that is on no tier any more, with all that hangs on it."""
+        size = max(len(node.blocks), len(node.host_blocks))
+        if size == node.size:
+            return
+        self._drop_children(node)
+        first = bytes(node.tokens[: self.width])
+        node.size = size
+        del node.tokens[size * self.width :]
+        node.num_proven = min(node.num_proven, size)
+        if size == 0:
             self._disown(node, first)
-        return count
 
     def _disown(self, node: Node, first: bytes) -> None:
         parent = node.parent
         assert parent is not None
+        if self.host is not None:
+            self.host.on_disown(node, parent)
         key = self.key(first)
         bucket = parent.children[key]
         bucket.remove(node)
@@ -338,30 +327,15 @@ class PrefixTree:
         if root.locks == 0 and not root.children:
             self._roots.pop(root.namespace, None)
 
-    # ---- the ring of unlocked nodes -------------------------------------------------------------
-
-    def _link_newest(self, node: Node) -> None:
-        newest = self._ring.older
-        assert newest is not None
-        self._link_after(newest, node)
-
-    def _link_after(self, older: Node, node: Node) -> None:
-        newer = older.newer
-        assert newer is not None
-        node.older, node.newer = older, newer
-        older.newer = newer.older = node
-
-    def _unlink(self, node: Node) -> None:
-        older, newer = node.older, node.newer
-        assert older is not None and newer is not None
-        older.newer, newer.older = newer, older
-        node.older = node.newer = None
-
     # ---- audit ----------------------------------------------------------------------------------
 
     def namespaces(self) -> list[Hashable]:
         """Namespaces that have a root."""
         return list(self._roots)
+
+    def nodes_below(self, root: Node) -> Iterator[Node]:
+        """`root` and every node below it, parents after their children."""
+        return _leaves_first(root)
 
     def nodes(self) -> Iterator[Node]:
         """Every node except the roots, parents after their children."""
@@ -371,11 +345,8 @@ class PrefixTree:
                     yield node
 
     def oldest_first(self) -> Iterator[Node]:
-        """The unlocked nodes in eviction order."""
-        node = self._ring.newer
-        while node is not None and node is not self._ring:
-            yield node
-            node = node.newer
+        """The unlocked nodes on the device in eviction order."""
+        return iter(self.ring)
 
 
 def _leaves_first(node: Node) -> Iterator[Node]:

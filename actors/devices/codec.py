@@ -7,11 +7,42 @@ from __future__ import annotations
 
 import msgspec
 
-from ...protocol.messages import DeviceOpened, Heartbeat, OpenDevice, OpeningFailed, RunStep, StepDone, StepFailed
+from ...protocol.errors import Problem
+from ...protocol.ids import CopyId, Epoch
+from ...protocol.messages import (
+    CopyBlocks,
+    CopyDirection,
+    CopyDone,
+    DeviceOpened,
+    Heartbeat,
+    Message,
+    OpenDevice,
+    OpeningFailed,
+    RunStep,
+    StepDone,
+    StepFailed,
+)
 
-ToHost = OpenDevice | RunStep
-FromHost = DeviceOpened | OpeningFailed | Heartbeat | StepDone | StepFailed
+
+class LaneFailed(Message, frozen=True):
+    """A copy raised instead of failing: the device's state is not to be trusted any more and its epoch ends."""
+
+    epoch: Epoch
+    copy_id: CopyId
+    direction: CopyDirection
+    problem: Problem
+
+
+ToHost = OpenDevice | RunStep | CopyBlocks
+FromHost = DeviceOpened | OpeningFailed | Heartbeat | StepDone | CopyDone | StepFailed | LaneFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+
+
+def in_words(failure: StepFailed | LaneFailed) -> str:
+    """Why the device is lost."""
+    if isinstance(failure, StepFailed):
+        return f"step {failure.step_id} failed: {failure.problem.message}"
+    return f"copy {failure.direction} {failure.copy_id} failed: {failure.problem.message}"

@@ -9,14 +9,15 @@ seconds. The interval is therefore lowered while the thread lives, and set back 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import msgspec
 
 from ...gpu.executor import Executor
-from ...protocol.capacity import Capacity
+from ...gpu.timelines import FencesClosedError
 from ...protocol.errors import problem_of
 from ...protocol.messages import RunStep, StepDone, StepFailed
 from ..switch_interval import switch_interval
@@ -34,12 +35,12 @@ class ComputeThread:
         self._on_message = on_message
         self._steps: SimpleQueue[RunStep | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._opened: asyncio.Future[Capacity] = self._loop.create_future()
+        self._opened: asyncio.Future[Executor] = self._loop.create_future()
         self._closed = asyncio.Event()
         self._thread: threading.Thread | None = None
 
-    async def start(self) -> Capacity:
-        """Open the device on the thread that will drive it; raises what opening raised."""
+    async def start(self) -> Executor:
+        """Open the device on the thread that will drive it and close it; raises what opening raised."""
         switch_interval.lower()
         self._thread = threading.Thread(target=self._serve, name="repertory-compute", daemon=True)
         self._thread.start()
@@ -49,12 +50,20 @@ class ComputeThread:
         """Queue a step. Steps run one at a time, in this order."""
         self._steps.put(step)
 
+    def drop(self) -> None:
+        """Forget the steps that have not begun."""
+        with contextlib.suppress(Empty):  # the thread takes from it too
+            while True:
+                self._steps.get_nowait()
+
     async def aclose(self) -> None:
-        """Wait for the step that runs now, drop those behind it, close the device. Idempotent."""
+        """Wait for the step that runs now, drop those behind it, close the device. Idempotent.
+
+        The executor must have been interrupted, and nobody else may be using it any more.
+        """
         if self._thread is None:
             return
-        while not self._steps.empty():
-            self._steps.get_nowait()
+        self.drop()
         self._steps.put(None)
         await self._closed.wait()
         self._thread.join()  # it has nothing left to do
@@ -70,11 +79,11 @@ class ComputeThread:
             self._tell(_settle_exception, self._opened, error)
             self._tell(self._closed.set)
             return
-        self._tell(_settle_result, self._opened, executor.capacity)
+        self._tell(_settle_result, self._opened, executor)
+        is_sound = True
         try:
             while (step := self._steps.get()) is not None:
-                if not self._run(executor, step):
-                    break
+                is_sound = is_sound and self._run(executor, step)
         finally:
             try:
                 executor.close()
@@ -86,6 +95,8 @@ class ComputeThread:
         try:
             done: StepDone | StepFailed = executor.run_step(step)
             done = msgspec.structs.replace(done, num_sequences=executor.num_sequences)
+        except FencesClosedError:
+            return False  # the device is being closed: nobody waits for an answer
         except BaseException as error:  # whatever it is: without an answer everybody would wait for ever
             done = StepFailed(step.epoch, step.step_id, problem_of(error))
         self._tell(self._on_message, done)
@@ -96,11 +107,11 @@ class ComputeThread:
             self._loop.call_soon_threadsafe(call, *args)
 
 
-def _settle_result(future: asyncio.Future[Capacity], result: Capacity) -> None:
+def _settle_result(future: asyncio.Future[Executor], result: Executor) -> None:
     if not future.done():
         future.set_result(result)
 
 
-def _settle_exception(future: asyncio.Future[Capacity], error: BaseException) -> None:
+def _settle_exception(future: asyncio.Future[Executor], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""One life of a device: opened once, given steps, lost or closed once."""
+"""One life of a device: opened once, given steps and copies, lost or closed once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 from ...protocol.capacity import Capacity
 from ...protocol.ids import Epoch
-from ...protocol.messages import RunStep, StepDone
+from ...protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
 
-OnStepDone = Callable[[StepDone], None]
-"""Called on the event loop for each step that has ended."""
+OnAnswer = Callable[[StepDone | CopyDone], None]
+"""Called on the event loop for each step and each copy that has ended, in order within each timeline only."""
 
 
 class Device(Protocol):
@@ -20,8 +20,11 @@ class Device(Protocol):
         """Load the model. Raises what kept the device from opening, in its own words."""
         ...
 
-    def send(self, step: RunStep, predicted_s: float | None) -> None:
-        """Queue a step; `predicted_s` is how long it should take. Never waits. A lost device swallows it."""
+    def send(self, message: RunStep | CopyBlocks, predicted_s: float | None) -> None:
+        """Queue a step or a copy; `predicted_s` is how long it should take. Never waits. A lost device swallows it.
+
+        Whatever it waits for has been sent before it.
+        """
         ...
 
     async def lost(self) -> str:
@@ -33,4 +36,4 @@ class Device(Protocol):
         ...
 
 
-MakeDevice = Callable[[Epoch, OnStepDone], Device]
+MakeDevice = Callable[[Epoch, OnAnswer], Device]

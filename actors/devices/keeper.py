@@ -1,6 +1,6 @@
-"""The keeper: opens the device, hands it steps, and opens another when it is lost.
+"""The keeper: opens the device, hands it steps and copies, and opens another when it is lost.
 
-The scheduler knows lives by their epoch. A step of an epoch that is over goes nowhere, an answer
+The scheduler knows lives by their epoch. A step or copy of an epoch that is over goes nowhere, an answer
 of one is dropped: nothing a dead device was told or said can reach a living one.
 """
 
@@ -17,20 +17,20 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDeadError
 from ...protocol.ids import Epoch
-from ...protocol.messages import DeviceLost, DeviceReady, RunStep, StepDone
+from ...protocol.messages import CopyBlocks, CopyDone, DeviceLost, DeviceReady, RunStep, StepDone
 from ..observing.logs import logger
 from .budget import RestartBudget
 from .device import Device, MakeDevice
 
 RETRY_S = 0.001
 
-ToScheduler = StepDone | DeviceLost | DeviceReady
+ToScheduler = StepDone | CopyDone | DeviceLost | DeviceReady
 Post = Callable[[ToScheduler], bool]
 """Puts a message into the scheduler's inbox; False when that is full."""
 
 
 class DeviceKeeper:
-    """Supervises one device after another. Sends `StepDone`, `DeviceLost`, `DeviceReady` to the scheduler.
+    """Supervises one device after another. Sends `StepDone`, `CopyDone`, `DeviceLost`, `DeviceReady` to the scheduler.
 
     Raises `EngineDeadError` out of `run` when the restart budget is spent.
     """
@@ -55,10 +55,10 @@ class DeviceKeeper:
         """Where the device's answers and fate go."""
         self._post = post
 
-    def send(self, step: RunStep, predicted_s: float | None = None) -> None:
-        """Hand a step to the device of its epoch."""
-        if self._device is not None and step.epoch == self.epoch:
-            self._device.send(step, predicted_s)
+    def send(self, message: RunStep | CopyBlocks, predicted_s: float | None = None) -> None:
+        """Hand a step or a copy to the device of its epoch. Whatever it waits for has been handed over before it."""
+        if self._device is not None and message.epoch == self.epoch:
+            self._device.send(message, predicted_s)
 
     def on_progress(self) -> None:
         """The engine gets on: deaths so far do not count against the budget any more."""
@@ -89,7 +89,7 @@ class DeviceKeeper:
     async def _begin(self) -> Capacity:
         self.epoch = Epoch(self.epoch + 1)
         self.num_sequences = 0
-        self._device = self._make_device(self.epoch, self._on_step_done)
+        self._device = self._make_device(self.epoch, self._on_answer)
         return await self._device.open()
 
     async def _bury(self, reason: str) -> None:
@@ -102,12 +102,21 @@ class DeviceKeeper:
         self._deliver(DeviceLost(self.epoch, reason))
         await anyio.sleep(wait_s)
 
-    def _on_step_done(self, message: StepDone) -> None:
+    def _on_answer(self, message: StepDone | CopyDone) -> None:
         if message.epoch != self.epoch or self._device is None:
             return
-        self.num_sequences = message.num_sequences
-        if message.token_ids:
-            self.on_progress()
+        if isinstance(message, StepDone):
+            self.num_sequences = message.num_sequences
+            if message.token_ids:
+                self.on_progress()
+        elif not message.ok:
+            self._log.warning(
+                "copy.failed",
+                epoch=message.epoch,
+                copy_id=message.copy_id,
+                direction=message.direction,
+                reason=message.reason,
+            )
         self._deliver(message)
 
     def _deliver(self, message: ToScheduler) -> None:

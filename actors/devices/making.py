@@ -8,7 +8,7 @@ from pathlib import Path
 from ...protocol.config import EngineConfig
 from ...protocol.ids import Epoch
 from ..device import DeviceOpener, open_executor
-from .device import Device, MakeDevice, OnStepDone
+from .device import Device, MakeDevice, OnAnswer
 from .inline import InlineDevice
 from .process import HOST_COMMAND, ProcessDevice
 
@@ -22,11 +22,11 @@ def device_maker(
 ) -> MakeDevice:
     """A function that makes one device per epoch, where `config.worker` says. `open_device` always runs inline."""
 
-    def in_a_thread(epoch: Epoch, on_step_done: OnStepDone) -> Device:
+    def in_a_thread(epoch: Epoch, on_answer: OnAnswer) -> Device:
         opener = open_device or open_executor
-        return InlineDevice(lambda: opener(config, model_dir), on_step_done)
+        return InlineDevice(lambda: opener(config, model_dir), on_answer)
 
-    def in_a_process(epoch: Epoch, on_step_done: OnStepDone) -> Device:
-        return ProcessDevice(epoch, config, model_dir, on_step_done=on_step_done, command=host_command)
+    def in_a_process(epoch: Epoch, on_answer: OnAnswer) -> Device:
+        return ProcessDevice(epoch, config, model_dir, on_answer=on_answer, command=host_command)
 
     return in_a_thread if open_device is not None or config.worker == "inline" else in_a_process

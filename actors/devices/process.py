@@ -5,7 +5,7 @@ milliseconds; a process cannot, and when it dies it takes nothing with it that t
 know. The price is a round trip of 0.1 to 0.2 ms.
 
 The host counts as lost when its process has ended, when a step failed, when it has been silent for
-`heartbeat_timeout_s`, or when a step is overdue. Silence is judged only when everything it has
+`heartbeat_timeout_s`, or when a step or a copy is overdue (`overdue.py`). Silence is judged only when everything it has
 said has been read: a late reader is not a dead sender.
 """
 
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,21 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDeadError, error_from
 from ...protocol.ids import Epoch
-from ...protocol.messages import DeviceOpened, Heartbeat, OpenDevice, OpeningFailed, RunStep, StepDone, StepFailed
+from ...protocol.messages import (
+    CopyBlocks,
+    CopyDone,
+    DeviceOpened,
+    Heartbeat,
+    OpenDevice,
+    OpeningFailed,
+    RunStep,
+    StepDone,
+    StepFailed,
+)
 from ..observing.logs import logger
-from .codec import decode_from_host, encode
-from .device import OnStepDone
+from .codec import LaneFailed, ToHost, decode_from_host, encode, in_words
+from .device import OnAnswer
+from .overdue import Overdue, Patience
 
 HOST_COMMAND = (sys.executable, "-m", "repertory.actors.device_host")
 LOOK_S = 0.1
@@ -47,7 +57,7 @@ OPENING_SILENCE_S = 60.0
 LEAST_OVERDUE_S = 10.0
 OVERDUE_FACTOR = 20.0
 UNPREDICTED_S = 600.0
-"""What the first steps may take, of which nobody knows how long they should."""
+"""What the first steps and copies may take, of which nobody knows how long they should."""
 GOODBYE_S = 1.0
 LAST_WORDS = 4000
 """Characters that are remembered of what the host wrote last."""
@@ -63,14 +73,14 @@ class ProcessDevice:
         config: EngineConfig,
         model_dir: Path,
         *,
-        on_step_done: OnStepDone,
+        on_answer: OnAnswer,
         command: Sequence[str] = HOST_COMMAND,
     ) -> None:
         self.epoch = epoch
         self.config = config
         self.model_dir = model_dir
         self._command = command
-        self._on_step_done = on_step_done
+        self._on_answer = on_answer
         self._log = logger("worker")
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[Capacity] = loop.create_future()
@@ -82,8 +92,7 @@ class ProcessDevice:
         self._socket: zmq.asyncio.Socket | None = None
         self._last_words = ""
         self._heard_at = 0.0
-        self._outstanding: deque[float | None] = deque()  # predictions of the steps sent and not answered
-        self._working_since = 0.0
+        self._overdue = Overdue(Patience(LEAST_OVERDUE_S, OVERDUE_FACTOR, UNPREDICTED_S))
 
     @property
     def pid(self) -> int | None:
@@ -121,12 +130,10 @@ class ProcessDevice:
             raise EngineDeadError(f"the device host did not start: {self._lost.result()}{self._quoted_words()}")
         return self._opened.result()
 
-    def send(self, step: RunStep, predicted_s: float | None) -> None:
-        """Queue a step."""
-        if not self._outstanding:
-            self._working_since = time.monotonic()
-        self._outstanding.append(predicted_s)
-        self._post(step)
+    def send(self, message: RunStep | CopyBlocks, predicted_s: float | None) -> None:
+        """Queue a step or a copy."""
+        self._overdue.sent(message, predicted_s, time.monotonic())
+        self._post(message)
 
     async def lost(self) -> str:
         """Wait until the host is gone."""
@@ -175,11 +182,11 @@ class ProcessDevice:
                 self._log.warning("link.bad_message", reason=str(error), num_bytes=len(frame))
                 continue
             match message:
-                case StepDone():
-                    self._answered()
-                    self._on_step_done(message)
-                case StepFailed():
-                    self._lose(f"step {message.step_id} failed: {message.problem.message}")
+                case StepDone() | CopyDone():
+                    self._overdue.answered(message, time.monotonic())
+                    self._on_answer(message)
+                case StepFailed() | LaneFailed():
+                    self._lose(in_words(message))
                 case DeviceOpened():
                     self._opened.set_result(message.capacity)
                 case OpeningFailed():
@@ -203,7 +210,7 @@ class ProcessDevice:
         status = await process.wait()
         # What it wrote before it ended is still in the pipe and the socket.
         await asyncio.sleep(LOOK_S)
-        self._lose(f"the device host ended with {_in_words(status)}")
+        self._lose(f"the device host ended with {_status_in_words(status)}")
 
     async def _judge(self) -> None:
         assert self._socket is not None
@@ -220,20 +227,8 @@ class ProcessDevice:
                 patience_s = max(patience_s, OPENING_SILENCE_S)
             if now - self._heard_at > patience_s:
                 self._lose(f"the device host has been silent for {now - self._heard_at:.1f} s")
-            elif self._outstanding:
-                self._judge_step(now - self._working_since, self._outstanding[0])
-
-    def _judge_step(self, seconds: float, predicted_s: float | None) -> None:
-        if predicted_s is None:
-            if seconds > UNPREDICTED_S:
-                self._lose(f"a step is overdue after {seconds:.1f} s")
-        elif seconds - predicted_s > max(LEAST_OVERDUE_S, OVERDUE_FACTOR * predicted_s):
-            self._lose(f"a step is overdue by {seconds - predicted_s:.1f} s (it should have taken {predicted_s:.3f} s)")
-
-    def _answered(self) -> None:
-        if self._outstanding:
-            self._outstanding.popleft()
-        self._working_since = time.monotonic()
+            elif (reason := self._overdue.verdict(now)) is not None:
+                self._lose(reason)
 
     def _duty_ended(self, task: asyncio.Task[None]) -> None:
         """A link that nobody listens to, or a host that nobody judges, is as good as lost."""
@@ -245,9 +240,9 @@ class ProcessDevice:
         if not self._lost.done():
             self._lost.set_result(reason)
 
-    def _post(self, message: OpenDevice | RunStep) -> None:
+    def _post(self, message: ToHost) -> None:
         if self._socket is not None:
-            # Sent at once, not by a task in the loop's next turn: that may be seconds away, and the step counts as sent.
+            # Sent at once, not by a task in the loop's next turn: that may be seconds away, and the message counts as sent.
             sent = asyncio.ensure_future(self._socket.send(encode(message)))
             sent.add_done_callback(_forget_failure)
 
@@ -255,7 +250,7 @@ class ProcessDevice:
         return "\n" + self._last_words.rstrip() if self._last_words else ""
 
 
-def _in_words(status: int) -> str:
+def _status_in_words(status: int) -> str:
     if status >= 0:
         return f"status {status}"
     names = {number.value: number.name for number in signal.Signals}

@@ -56,6 +56,7 @@ EVENTS: Mapping[str, Event] = {
             "message": "what is wrong and with which numbers",
             "num_tokens": "tokens that the whole pool holds, count (pool smaller than one sequence)",
             "max_model_len": "tokens that one sequence may have, count (pool smaller than one sequence)",
+            "num_host_blocks": "KV blocks on the host, count (too few to swap)",
         },
     ),
     "engine.stop": Event("info", "the engine has closed in order", {"seconds": "from ready to here, s"}),
@@ -75,6 +76,7 @@ EVENTS: Mapping[str, Event] = {
             "num_cached_tokens": "prompt tokens that the prefix cache held, count",
             "num_output_tokens": "tokens generated and delivered, count",
             "num_chunks": "steps that its prefill took, count",
+            "num_sequences": "completions of the prompt (n); the other counts are over all of them, the prompt's once",
             "num_preemptions": _PREEMPTIONS + ", count",
             "finish_reason": "stop, length, abort or error",
         },
@@ -111,6 +113,20 @@ EVENTS: Mapping[str, Event] = {
             "num_tokens": "tokens it had computed, count",
             "num_freed_blocks": "device blocks that became free, count",
             "num_preemptions": _PREEMPTIONS + " so far, count",
+            "swap_s": "what copying its blocks out and in is expected to cost everyone, s",
+            "recompute_s": "what computing its tokens again is, s",
+            "reason": "why this mode: configured, cheaper, short output, long output, host full, nothing to swap",
+        },
+    ),
+    "scheduler.host_hit": Event(
+        "info",
+        "a request was admitted with part of its tokens on the host",
+        {
+            "request_id": "the one that came in",
+            "fetched": "true: they are copied in; false: computing them again is cheaper",
+            "num_tokens": "tokens on the host only, count",
+            "fetch_s": "what copying them is expected to cost everyone, s",
+            "recompute_s": "what computing them again is, s",
         },
     ),
     "scheduler.paused": Event(
@@ -128,6 +144,21 @@ EVENTS: Mapping[str, Event] = {
         },
     ),
     "device.ready": Event("info", "a new device has taken over", {"epoch": "which life of the device"}),
+    "copy.failed": Event(
+        "warning",
+        "a copy between the device's KV pool and the host's failed; what it was to bring is computed again",
+        {
+            "epoch": "which life of the device",
+            "copy_id": "number of the copy on its lane",
+            "direction": "out (device to host) or in",
+            "reason": "what went wrong",
+        },
+    ),
+    "lane.stuck": Event(
+        "warning",
+        "a copy did not end when its device was closed; its thread is left behind",
+        {"direction": "out (device to host) or in", "waited_s": "how long it was waited for, s"},
+    ),
     "link.bad_message": Event(
         "warning",
         "a frame that is no message was dropped",

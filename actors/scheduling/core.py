@@ -2,7 +2,9 @@
 
     on_admit, on_abort      requests come and go
     plan                    the next step, or None when there is nothing to do
+    take_copies             blocks to move between the tiers, decided on while planning
     on_step_done            tokens come back: logs grow, ends are found, text is on its way
+    on_copy_done            blocks have moved, or not: who waited for them goes on, or starts over
     on_credit               a reader has taken tokens: its request may go on
     on_device_lost          everything the device held is gone; the token logs are here, so nothing else is
     on_resend, on_closed    the detokenizer lost a request's state, or needs nothing more of it
@@ -14,6 +16,8 @@ decisions. `now` is monotonic seconds.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from ...gpu.executor import Capacity
 from ...protocol.config import EngineConfig
@@ -28,14 +32,15 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import Epoch, RequestId, SequenceId, StepId
 from ...protocol.messages import (
-    PROMPT_TAIL,
+    ALL_SEQUENCES,
     Abort,
     Admit,
     Closed,
+    CopyBlocks,
+    CopyDone,
     Credit,
     DeviceLost,
     DeviceReady,
-    Open,
     Refused,
     Resend,
     RunStep,
@@ -43,20 +48,23 @@ from ...protocol.messages import (
     StepDone,
     TokensSampled,
 )
-from ...protocol.outputs import BlockCounts, EngineStats
+from ...protocol.outputs import EngineStats
 from ...protocol.sampling import FinishReason
 from ...radix.cache import KVCache
+from .cost import Decision
 from .draft import Draft
 from .gate import Gate
-from .histories import Histories, replay
 from .limits import check_fits, longest_sequence
 from .pacing import Pacer
 from .planning import Planner
 from .policies import load_policy
+from .pressure import Pressure
 from .queues import Queues
-from .reports import Finished, Paused, Preempted, Report
+from .reports import Report
+from .request import Request
 from .sequence import Sequence, State
 from .sharing import SharedGroups
+from .telling import Sampled, Telling
 
 
 class SchedulerCore:
@@ -74,15 +82,18 @@ class SchedulerCore:
         self.queues = Queues()
         self.gate = Gate(config, self.policy)
         self.pacer = Pacer()
+        self.pressure = Pressure(config, capacity, self.cache, self.pacer.model)
         self.groups = SharedGroups(capacity.block_size)
-        self.histories = Histories()
+        self.telling = Telling()
         self.planner = Planner(
             config,
             cache=self.cache,
             queues=self.queues,
             gate=self.gate,
+            pressure=self.pressure,
             on_preempt=self._on_preempt,
             on_pause=self._on_pause,
+            on_host_hit=self.telling.host_hit,
         )
         self.max_length = longest_sequence(capacity)
         self.draining = False
@@ -90,24 +101,22 @@ class SchedulerCore:
         self.num_restarts = 0
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self.num_preemptions = {"recompute": 0, "swap": 0}
-        self._requests: dict[RequestId, Sequence] = {}
+        self._requests: dict[RequestId, Request] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._steps: dict[StepId, Draft] = {}
         self._released: list[SequenceId] = []
-        self._refused: list[Refused] = []
-        self._ended: list[SequenceEnd] = []
-        self._reports: list[Report] = []
-        self._sampled: list[TokensSampled] = []
-        self._preempted: dict[RequestId, int] = {}
-        self._last_seq_id = 0
+        self._copies_before: list[CopyBlocks] = []
+        self._copies_after: list[CopyBlocks] = []
+        self._last_seq_id = SequenceId(0)
         self._last_step_id = StepId(0)
         self._planned_s = float("-inf")
 
     # ---- requests come and go -------------------------------------------------------------------
 
     def on_admit(self, message: Admit, now: float) -> None:
-        """Queue a request, or refuse it. One that is here already (its sender crashed and said it again) is a no-op."""
+        """Queue a request, all its sequences, or refuse it. One that is here already (its sender crashed and said it
+        again) is a no-op.
+        """
         if message.request_id in self._requests:
             return
         try:
@@ -115,9 +124,27 @@ class SchedulerCore:
         except (NeverFitsError, QueueFullError, EngineDrainingError) as error:
             self.refuse(message.request_id, problem_of(error))
             return
-        seq_id = SequenceId(self._last_seq_id + 1)
-        rank = (self.policy.priority_class(message), seq_id)  # a policy may be anybody's: nothing has changed yet if it raises
-        self._last_seq_id = seq_id
+        rank_class = self.policy.priority_class(message)  # a policy may be anybody's: nothing has changed yet if it raises
+        request = self._requests[message.request_id] = Request(message)
+        leader = self._followed(message)
+        for index in range(message.params.n):
+            seq = self._new_sequence(message, rank_class, index, leader)
+            leader = leader or seq
+            seq.queued_s = now
+            request.add(seq)
+            self._sequences[seq.seq_id] = seq
+            self.queues.add_waiting(seq)
+
+    def _followed(self, message: Admit) -> Sequence | None:
+        """The sequence whose KV the request goes on from, if it is still here and it really does."""
+        followed = None if message.follows is None else self._requests.get(message.follows)
+        if followed is None or followed.admit.cache_salt != message.cache_salt:
+            return None
+        start = followed.admit.token_ids
+        return followed.sequences[0] if message.token_ids[: len(start)] == start else None
+
+    def _new_sequence(self, message: Admit, rank_class: int, index: int, leader: Sequence | None) -> Sequence:
+        seq_id = self._last_seq_id = SequenceId(self._last_seq_id + 1)
         wanted = message.params.max_tokens
         room = self.max_length if wanted is None else len(message.token_ids) + wanted
         seq = Sequence(
@@ -125,60 +152,63 @@ class SchedulerCore:
             message,
             self.cache.open(seq_id, message.cache_salt),
             max_length=min(self.max_length, room),
-            rank=rank,
+            rank=(rank_class, seq_id),
+            index=index,
+            leader=leader,
         )
-        seq.queued_s = now
         if message.params.output_kind != "final_only":
             seq.credit_length = seq.num_prompt_tokens + self.config.credit_window
-        self._requests[message.request_id] = seq
-        self._sequences[seq_id] = seq
-        self.queues.add_waiting(seq)
+        return seq
 
     def refuse(self, request_id: RequestId, problem: Problem) -> None:
         """End a request that was never queued."""
-        self._refused.append(Refused(request_id, problem))
+        self.telling.refuse(request_id, problem)
 
     def _check_admissible(self, message: Admit) -> None:
+        check_fits(len(message.token_ids), self.capacity)
+        if message.follows is not None:
+            return  # a part of what was admitted before
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
-        check_fits(len(message.token_ids), self.capacity)
         queues = self.queues
         num_free = max(0, self.config.running_limit - len(queues.running) - len(queues.recovery))
-        if len(queues.waiting) - num_free >= self.config.max_num_queued:
-            raise QueueFullError(f"{len(queues.waiting)} requests are waiting already (max_num_queued)")
+        if queues.num_waiting_requests - num_free >= self.config.max_num_queued:
+            raise QueueFullError(f"{queues.num_waiting_requests} requests are waiting already (max_num_queued)")
 
     def on_abort(self, message: Abort, now: float) -> None:
-        """End a request. Unknown and ended ids are a no-op."""
-        seq = self._requests.get(message.request_id)
-        if seq is not None:
-            reason: FinishReason = "stop" if message.reason == "stop" else "error" if message.reason == "error" else "abort"
-            self._finish(seq, reason, now)
+        """End a request, or one sequence of it. Unknown and ended ids are a no-op."""
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        reason: FinishReason = "stop" if message.reason == "stop" else "error" if message.reason == "error" else "abort"
+        if message.index is None:
+            self._end(request, reason, now)
+        elif message.index < len(request.sequences):
+            seq = request.sequences[message.index]
+            if seq.state is not State.FINISHED:
+                self._finish(seq, reason, now)
 
     def on_credit(self, message: Credit) -> None:
         """A reader has taken tokens. If that was what its request waited for, it comes back at its rank."""
-        seq = self._requests.get(message.request_id)
-        if seq is None:
+        request = self._requests.get(message.request_id)
+        if request is None or message.index >= len(request.sequences):
             return
+        seq = request.sequences[message.index]
         seq.credit_length += message.num_tokens
         if seq.state is State.PAUSED and not seq.is_out_of_credit:
             self.queues.resume(seq)
 
     def on_resend(self, message: Resend, now: float) -> None:
         """Repeat what the detokenizer was told of a request, running or ended."""
-        seq = self._requests.get(message.request_id)
-        told = self.histories.get(message.request_id)
-        if seq is not None and seq.opening is not None:
-            told = replay(seq, seq.opening, now)
-        if told is not None:
-            self._sampled.append(told)
+        self.telling.repeat(self._requests.get(message.request_id), message.request_id, now)
 
     def on_closed(self, message: Closed) -> None:
         """The terminals of these requests are out."""
         for request_id in message.request_ids:
-            self.histories.close(request_id)
+            self.telling.histories.close(request_id)
 
     def on_reset(self) -> None:
-        """Forget every cached prefix that nobody holds."""
+        """Forget every cached prefix that nobody holds, on both tiers."""
         self.cache.reset()
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -189,6 +219,19 @@ class SchedulerCore:
         if not self._may_plan(now):
             return None
         self._planned_s = now
+        step = self._plan(now)
+        copies = self.pressure.take_copies(self.epoch)
+        self._copies_before += [copy for copy in copies if copy.direction == "out"]
+        self._copies_after += [copy for copy in copies if copy.direction == "in"]
+        self.pressure.write_back(None if step is None else self.predicted_s(step), self.queues.running)
+        self._copies_after += self.pressure.take_copies(self.epoch)
+        if self._steps or not self.queues.fetching:
+            self.pressure.on_moving(now)
+        else:
+            self.pressure.on_still(now)
+        return step
+
+    def _plan(self, now: float) -> RunStep | None:
         while True:
             draft = Draft(self.epoch, StepId(self._last_step_id + 1), is_only=not self._steps)
             self.planner.fill(draft, now)
@@ -211,7 +254,16 @@ class SchedulerCore:
         self._steps[draft.step_id] = draft
         self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
-        return draft.message(released)
+        return draft.message(released, self.cache.end_step())
+
+    def take_copies(self) -> tuple[list[CopyBlocks], list[CopyBlocks]]:
+        """Copies decided on by the last plan: those that go to the device before its step, and those that go after it.
+
+        The step may wait for copies out, whose blocks it writes to; a copy in for both; one ahead of need for the step.
+        """
+        copies = self._copies_before, self._copies_after
+        self._copies_before, self._copies_after = [], []
+        return copies
 
     def _may_plan(self, now: float) -> bool:
         if not self._has_room():
@@ -229,6 +281,10 @@ class SchedulerCore:
         """How long a step in flight should take."""
         draft = self._steps.get(step.step_id)
         return None if draft is None else self.pacer.model.predict(draft.load)
+
+    def predicted_copy_s(self, copy: CopyBlocks) -> float:
+        """How long a copy should take once it can begin."""
+        return self.pressure.predicted_s(copy)
 
     def _sweep(self, now: float) -> RunStep | None:
         """A step without rows, when everything has ended: so that an idle device remembers nobody."""
@@ -256,7 +312,7 @@ class SchedulerCore:
             if now < seq.paused_s + self.config.max_pause_s:
                 return
             error = ReaderTooSlowError(f"the reader took nothing for {self.config.max_pause_s:g} s (max_pause_s)")
-            self._finish(seq, "error", now, problem=problem_of(error))
+            self._end(self._requests[seq.request_id], "error", now, problem=problem_of(error))
 
     def on_step_done(self, message: StepDone, now: float) -> None:
         """Take in a step's tokens. Messages of another epoch, or of a device that is lost, are dropped."""
@@ -264,30 +320,32 @@ class SchedulerCore:
             return
         draft = self._steps.pop(message.step_id)
         self.pacer.on_done(message.seconds, now)
+        self.pressure.cost.on_step_waited(message.waited_s)
         if draft.num_prefills:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
             seq.in_flight -= samples
         self._fail_rows(message, now)
-        request_ids: list[RequestId] = []
-        token_ids: list[int] = []
-        opened: list[Open] = []
-        for seq_id, token in zip(message.seq_ids, message.token_ids, strict=True):
-            known = self._sequences.get(seq_id)
-            if known is None or message.step_id <= known.void_until:
+        self.telling.say(self._take_in(message, now), now)
+
+    def _take_in(self, message: StepDone, now: float) -> Sampled:
+        """What a step sampled for sequences that still want it; their logs grow by it."""
+        sampled = Sampled(has_logprobs=bool(message.logprobs))
+        details_column = message.logprobs or [None] * len(message.token_ids)
+        for seq_id, token, details in zip(message.seq_ids, message.token_ids, details_column, strict=True):
+            seq = self._sequences.get(seq_id)
+            if seq is None or message.step_id <= seq.void_until:
                 continue  # ended or rolled back meanwhile: a surplus token
-            seq = known
             if seq.first_token_s is None:
                 seq.first_token_s = now
-                seq.opening = _open(seq)
-                opened.append(seq.opening)
-            request_ids.append(seq.request_id)
-            token_ids.append(token)
+                request = self._requests[seq.request_id]
+                if request.opening is None:
+                    sampled.opened.append(request.open(seq))
+            sampled.add(seq, token, details)
+            if details is not None:
+                seq.logprobs.append(details)
             self._append(seq, token, message.step_id, now)
-        ended, self._ended = self._ended, []
-        if token_ids or ended:
-            preempted, self._preempted = list(self._preempted.items()), {}
-            self._sampled.append(TokensSampled(request_ids, token_ids, now, opened=opened, ended=ended, preempted=preempted))
+        return sampled
 
     def _append(self, seq: Sequence, token: int, step_id: StepId, now: float) -> None:
         seq.log.append(token)
@@ -302,17 +360,26 @@ class SchedulerCore:
             given = seq.admit.params.stop_token_ids
             self._finish(seq, "stop", now, stop_token_id=token if given and token in given else None)
         elif len(seq.log) >= seq.max_length:
-            self._finish(seq, "length", now)
+            if seq.admit.holds:
+                seq.is_held = True
+            else:
+                self._finish(seq, "length", now)
 
     def _fail_rows(self, message: StepDone, now: float) -> None:
-        """End the sequences whose logits were not finite; roll back whoever shared what they computed."""
+        """End the requests of rows whose logits were not finite; roll back whoever shared what they computed."""
+        failed: list[tuple[RequestId, str]] = []
         for failure in message.failed:
             seq = self._sequences.get(failure.seq_id)
             if seq is None or message.step_id <= seq.void_until:
                 continue  # rolled back: it read what another one spoilt, and fails again if it was not that
             for victim in self.cache.fail(seq.holding, seq.log):
                 self._roll_back(self._sequences[victim.seq_id])
-            self._finish(seq, "error", now, problem=problem_of(RequestFailedError(failure.message)))
+            failed.append((seq.request_id, failure.message))
+        # Only now: one row's request may be that of another failed row, whose part of the tree is to go as well.
+        for request_id, reason in failed:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, "error", now, problem=problem_of(RequestFailedError(reason)), is_sound=False)
 
     def _roll_back(self, seq: Sequence) -> None:
         """All that steps in flight sample for `seq` rests on KV that is gone: this answer and the next ones."""
@@ -320,6 +387,16 @@ class SchedulerCore:
         self.planner.set_back(seq)
         seq.length = len(seq.log)
         seq.void_until = self._last_step_id
+
+    def on_copy_done(self, message: CopyDone) -> None:
+        """Blocks have moved between the tiers. Whoever waited for a copy that failed computes it instead."""
+        if message.epoch != self.epoch or not self.device_is_ready:
+            return
+        arrived = self.pressure.on_copy_done(message)
+        for seq_id in arrived.ready:
+            self.planner.on_fetched(self._sequences[seq_id])
+        for seq_id in arrived.lost:
+            self.planner.set_back(self._sequences[seq_id])
 
     # ---- the device's death and return ------------------------------------------------------------
 
@@ -344,7 +421,7 @@ class SchedulerCore:
         culprits = [seq for seq in alive if seq.is_culprit]
         for seq in culprits:
             error = RequestFailedError(f"the device died {seq.num_deaths} times while it computed this request")
-            self._finish(seq, "error", now, problem=problem_of(error))
+            self._end(self._requests[seq.request_id], "error", now, problem=problem_of(error))
         return bool(culprits)
 
     def on_device_ready(self, message: DeviceReady) -> None:
@@ -356,13 +433,16 @@ class SchedulerCore:
     def _forget_device(self) -> None:
         self._steps.clear()
         self._released.clear()
+        self._copies_before.clear()
+        self._copies_after.clear()
         self._last_step_id = StepId(0)
         self.pacer.reset()
         self.cache = self.planner.cache = self._new_cache()
+        self.pressure.reset(self.cache)
         self.groups = SharedGroups(self.capacity.block_size)
         for seq in self._sequences.values():
             seq.holding = self.cache.open(seq.seq_id, seq.admit.cache_salt)
-            if seq.state is State.RUNNING:
+            if seq.state in (State.RUNNING, State.FETCHING):
                 self.queues.preempt(seq)
             seq.forget_device()
 
@@ -370,65 +450,72 @@ class SchedulerCore:
         return KVCache(
             self.capacity.num_device_blocks,
             self.capacity.block_size,
+            num_host_blocks=self.capacity.num_host_blocks,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
     # ---- ends -----------------------------------------------------------------------------------
 
-    def _finish(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        stop_token_id: int | None = None,
-        problem: Problem | None = None,
+    def _finish(self, seq: Sequence, reason: FinishReason, now: float, *, stop_token_id: int | None = None) -> None:
+        """One sequence ends. Its request goes on with the others, or ends with the last."""
+        request = self._requests[seq.request_id]
+        self._close(request, seq)
+        end = SequenceEnd(
+            seq.request_id, reason, stop_token_id=stop_token_id, num_preemptions=request.num_preemptions, index=seq.index
+        )
+        self._say(request, end, now)
+
+    def _end(
+        self, request: Request, reason: FinishReason, now: float, *, problem: Problem | None = None, is_sound: bool = True
     ) -> None:
+        """A request ends as a whole. `is_sound`: what its sequences have computed may become cache."""
+        for seq in list(request.live()):
+            self._close(request, seq, is_sound=is_sound)
+        request_id, num_preemptions = request.admit.request_id, request.num_preemptions
+        end = SequenceEnd(request_id, reason, problem=problem, num_preemptions=num_preemptions, index=ALL_SEQUENCES)
+        self._say(request, end, now)
+
+    def _close(self, request: Request, seq: Sequence, *, is_sound: bool = True) -> None:
+        """Forget a sequence, save for its tokens."""
         self._leave_device(seq)
         self.queues.remove(seq)
         seq.state = State.FINISHED
-        self.planner.keep(seq)
+        seq.leader = None  # no chain of all that were ever followed
+        if is_sound:
+            self.planner.keep(seq)
         self.cache.close(seq.holding)
-        del self._requests[seq.request_id]
         del self._sequences[seq.seq_id]
         self.planner.suspects.pop(seq.seq_id, None)
-        self._preempted.pop(seq.request_id, None)
-        end = SequenceEnd(
-            seq.request_id, reason, stop_token_id=stop_token_id, problem=problem, num_preemptions=seq.num_preemptions
-        )
-        self._ended.append(end)
-        self.histories.keep(seq, end, now)
-        self._reports.append(Finished.of(seq, reason, now, problem))
+        request.num_live -= 1
+
+    def _say(self, request: Request, end: SequenceEnd, now: float) -> None:
+        """The detokenizer is to know of an end; with the last one the account of the request is closed."""
+        if not request.num_live:
+            del self._requests[end.request_id]
+        self.telling.end(request, end, now)
 
     def _leave_device(self, seq: Sequence) -> None:
         if seq.is_on_device:
             seq.is_on_device = False
             self._released.append(seq.seq_id)
 
-    def _on_preempt(self, seq: Sequence, freed: int) -> None:
+    def _on_preempt(self, seq: Sequence, freed: int, decision: Decision) -> None:
         self._leave_device(seq)
-        self.num_preemptions["recompute"] += 1
-        self._preempted[seq.request_id] = seq.num_preemptions
-        self._reports.append(Preempted(seq.request_id, "recompute", len(seq.log), freed, seq.num_preemptions))
+        self.telling.preempted(self._requests[seq.request_id], seq, freed, decision)
 
     def _on_pause(self, seq: Sequence) -> None:
         self._leave_device(seq)
-        self._reports.append(Paused(seq.request_id, seq.num_output_tokens))
+        self.telling.paused(seq)
 
     # ---- what has been decided and what has happened ---------------------------------------------
 
     def take_outputs(self, now: float) -> list[TokensSampled | Refused]:
         """Messages for the detokenizer, in order, since the last call."""
-        outputs: list[TokensSampled | Refused] = [*self._refused, *self._sampled]
-        if self._ended:
-            outputs.append(TokensSampled([], [], now, ended=self._ended))
-        self._refused, self._sampled, self._ended = [], [], []
-        return outputs
+        return self.telling.take_outputs(now)
 
     def take_reports(self) -> list[Report]:
         """Facts for the logs since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
+        return self.telling.take_reports()
 
     # ---- facts ----------------------------------------------------------------------------------
 
@@ -442,6 +529,11 @@ class SchedulerCore:
         """Steps sent and not answered."""
         return len(self._steps)
 
+    @property
+    def num_copies(self) -> int:
+        """Copies between the tiers that have not ended."""
+        return self.cache.num_copies
+
     def stats(self) -> EngineStats:
         """A consistent snapshot."""
         return EngineStats(
@@ -449,15 +541,18 @@ class SchedulerCore:
             num_waiting=len(self.queues.waiting),
             num_preempted=len(self.queues.recovery),
             device_blocks=self.cache.counts(),
-            host_blocks=BlockCounts(0, 0, 0, 0),
+            host_blocks=self.cache.host_counts(),
             prefix_cache_queries=self.planner.num_queried_tokens,
             prefix_cache_hits=self.planner.num_hit_tokens,
-            num_preemptions=dict(self.num_preemptions),
-            swap_out_bytes=0,
-            swap_in_bytes=0,
+            num_preemptions=dict(self.pressure.num_preemptions),
+            swap_out_bytes=self.pressure.num_bytes["out"],
+            swap_in_bytes=self.pressure.num_bytes["in"],
             num_steps=self.num_steps,
             num_restarts=self.num_restarts,
             num_paused=len(self.queues.paused),
+            num_fetching=len(self.queues.fetching),
+            num_swap_fallbacks=self.pressure.num_fallbacks,
+            num_failed_copies=self.pressure.num_failed_copies,
             num_computed_tokens=self.num_computed_tokens,
         )
 
@@ -465,24 +560,14 @@ class SchedulerCore:
         """Everything that does not add up, in words; live requests are accounted for, not faults."""
         found = self.cache.check_integrity()
         queues = self.queues
-        queued = [*queues.running, *queues.recovery, *queues.waiting, *queues.paused.values()]
+        queued = [*queues.running, *queues.recovery, *queues.waiting, *queues.paused.values(), *queues.fetching.values()]
         if {seq.seq_id for seq in queued} != set(self._sequences) or len(queued) != len(self._sequences):
             found.append(f"{len(self._sequences)} sequences in the table, {len(queued)} in the queues")
-        if {seq.request_id for seq in self._sequences.values()} != set(self._requests):
+        live = {request_id: request.num_live for request_id, request in self._requests.items()}
+        if Counter(seq.request_id for seq in self._sequences.values()) != live:
             found.append("the request table and the sequence table differ")
+        if sum(seq.leader is None for seq in queues.waiting) != queues.num_waiting_requests:
+            found.append(f"{queues.num_waiting_requests} waiting requests were counted, and that is wrong")
         if {holding.seq_id for holding in self.cache.holdings()} != set(self._sequences):
             found.append("a holding without a sequence, or the reverse")
         return found
-
-
-def _open(seq: Sequence) -> Open:
-    assert seq.first_scheduled_s is not None
-    return Open(
-        request_id=seq.request_id,
-        prompt_tail=seq.admit.token_ids[-PROMPT_TAIL:],
-        params=seq.admit.params,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_cached_tokens=seq.num_cached_tokens,
-        queued_s=seq.queued_s,
-        first_scheduled_s=seq.first_scheduled_s,
-    )

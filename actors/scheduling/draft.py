@@ -67,13 +67,17 @@ class Draft:
         else:
             self.samples.append(0)
 
+    def computes(self, seq: Sequence, position: int) -> bool:
+        """Whether a row of this step computes the token of `seq` at `position`, or one before it."""
+        return seq in self.rows and self.starts[self.rows.index(seq)] <= position
+
     @property
     def load(self) -> Load:
         """What the step computes, for the model of how long it takes."""
         return Load(self.num_prefill_tokens, self.num_attended, len(self.rows))
 
-    def message(self, released: list[SequenceId]) -> RunStep:
-        """The finished step. Sequences new to the device go whole, the others as table edits."""
+    def message(self, released: list[SequenceId], after: Fences) -> RunStep:
+        """The finished step, which waits for the copies in `after`. Sequences new to the device go whole, others as edits."""
         admitted: list[NewRow] = []
         edits: list[TableEdit] = []
         for seq in self.rows:
@@ -87,7 +91,7 @@ class Draft:
         return RunStep(
             epoch=self.epoch,
             step_id=self.step_id,
-            after=Fences(step=StepId(self.step_id - 1)),
+            after=Fences(StepId(self.step_id - 1), after.copy_out, after.copy_in),
             seq_ids=[seq.seq_id for seq in self.rows],
             starts=self.starts,
             num_tokens=self.num_tokens,
@@ -112,5 +116,6 @@ def _new_row(seq: Sequence) -> NewRow:
         num_prompt_tokens=seq.num_prompt_tokens,
         params=seq.admit.params,
         block_table=list(seq.holding.block_table),
+        index=seq.index,
         namespace=zlib.crc32(repr(seq.holding.namespace).encode()),
     )

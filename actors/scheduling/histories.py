@@ -1,14 +1,14 @@
 """Tokens of requests that have ended, kept until the detokenizer says that their terminal is out.
 
-A detokenizer that crashed asks for tokens again (`Resend`): for running requests the sequence has them,
+A detokenizer that crashed asks for tokens again (`Resend`): for running requests the sequences have them,
 for ended ones this table.
 """
 
 from __future__ import annotations
 
 from ...protocol.ids import RequestId
-from ...protocol.messages import Open, SequenceEnd, TokensSampled
-from .sequence import Sequence
+from ...protocol.messages import TokensSampled
+from .request import Request
 
 
 class Histories:
@@ -20,10 +20,11 @@ class Histories:
     def __len__(self) -> int:
         return len(self._ended)
 
-    def keep(self, seq: Sequence, end: SequenceEnd, now: float) -> None:
-        """A request that had opened has ended."""
-        if seq.opening is not None:
-            self._ended[seq.request_id] = replay(seq, seq.opening, now, end)
+    def keep(self, request: Request, now: float) -> None:
+        """The last sequence of a request has ended."""
+        told = replay(request, now)
+        if told is not None:
+            self._ended[request.admit.request_id] = told
 
     def close(self, request_id: RequestId) -> None:
         """Its terminal is out. Ids that are not known are a no-op."""
@@ -34,14 +35,24 @@ class Histories:
         return self._ended.get(request_id)
 
 
-def replay(seq: Sequence, opening: Open, now: float, end: SequenceEnd | None = None) -> TokensSampled:
-    """All that has been sampled for `seq`, as one message."""
-    tokens = seq.log.tolist(seq.num_prompt_tokens)
+def replay(request: Request, now: float) -> TokensSampled | None:
+    """All that has been sampled for a request, as one message; None before its first token."""
+    if request.opening is None:
+        return None
+    token_ids: list[int] = []
+    indices: list[int] = []
+    for seq in request.sequences:
+        tokens = seq.log.tolist(seq.num_prompt_tokens)
+        token_ids += tokens
+        indices += [seq.index] * len(tokens)
+    request_id = request.admit.request_id
     return TokensSampled(
-        [seq.request_id] * len(tokens),
-        tokens,
+        [request_id] * len(token_ids),
+        token_ids,
         now,
-        opened=[opening],
-        ended=[] if end is None else [end],
-        preempted=[(seq.request_id, seq.num_preemptions)],
+        opened=[request.opening],
+        ended=list(request.ends),
+        preempted=[(request_id, request.num_preemptions)],
+        indices=indices if len(request.sequences) > 1 else [],
+        logprobs=[details for seq in request.sequences for details in seq.logprobs],
     )

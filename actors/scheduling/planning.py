@@ -4,7 +4,8 @@
                     blocks -> preempt from the end of the order, lower classes only, if that is enough.
     1. decodes      every running sequence that only lacks the token sampled last gets it, in order.
                     No block left -> evict cache; still none -> preempt the last sequence in order.
-    2. admission    if memory did not run out: recovery and waiting merged, until one does not fit.
+    2. admission    if memory did not run out: recovery and waiting merged, until one does not fit. Who finds part of
+                    its tokens on the host is admitted, and runs when they have been copied in.
     3. prefill      what is left of the budget, split: half to the first prefill in order, the rest
                     to the others by fewest remaining tokens; what one side cannot use, the other does.
 
@@ -15,28 +16,44 @@ Step 1 asks memory only for growth, because admission promises each sequence the
 known tokens (see `radix/cache.py`): a prefill cannot stop half way, so two sequences that both
 hold blocks and both wait for more cannot exist. A victim is later in order than the asker, frees
 at least one block and has gained a token since it last came back; each preemption therefore
-follows at least one new token of somebody, and their number is bounded.
+follows at least one new token of somebody, and their number is bounded. Of those the order allows, the
+one goes whose blocks are cheapest to give up and have again (`pressure.py`).
+
+Sequences of one request share the whole blocks of their prompt through the tree, like anybody. The tokens behind
+the last whole block are in a block of the first sequence's own: when that has computed them, the others copy them in
+the next step and compute only the prompt's last token. They wait for it: a step later, but for a token each.
+A request that follows another does the same with that one, which holds its blocks for it after its last token; held
+blocks are the first to go when a candidate lacks some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from ...protocol.config import EngineConfig
 from ...protocol.ids import SequenceId
+from ...protocol.messages import BlockCopy
 from ...radix.cache import Advance, KVCache
+from ...radix.moving import MayFetch
 from ...radix.tokens import common_tokens
+from .cost import Choice, Decision, per_block
 from .draft import Draft
 from .gate import Gate
+from .pressure import Pressure
 from .queues import Queues
 from .reserve import Reserve
 from .sequence import Sequence, State
+
+MOST_VICTIMS = 16
+"""Sequences, the last in order, among which the cheapest to preempt is looked for."""
 
 
 class Planner:
     """Fills a `Draft` from the queues and the cache.
 
-    `on_preempt(seq, freed)` is told of each victim, `on_pause(seq)` of each that its reader holds up.
+    `on_preempt(seq, freed, decision)` is told of each victim, `on_pause(seq)` of each that its reader holds up,
+    `on_host_hit(seq, choice)` of each that was admitted with part of its tokens on the host.
     """
 
     def __init__(
@@ -46,8 +63,10 @@ class Planner:
         cache: KVCache,
         queues: Queues,
         gate: Gate,
-        on_preempt: Callable[[Sequence, int], None],
+        pressure: Pressure,
+        on_preempt: Callable[[Sequence, int, Decision], None],
         on_pause: Callable[[Sequence], None],
+        on_host_hit: Callable[[Sequence, Choice], None],
     ) -> None:
         self.config = config
         self.cache = cache
@@ -55,7 +74,9 @@ class Planner:
         self.gate = gate
         self.reserve = Reserve(cache.block_size)
         self.suspects: dict[SequenceId, Sequence] = {}
+        self.pressure = pressure
         self._on_preempt = on_preempt
+        self._on_host_hit = on_host_hit
         self._on_pause = on_pause
         self._odd_to_first = True
         self.num_queried_tokens = 0
@@ -100,8 +121,8 @@ class Planner:
         if seq.in_flight or seq.is_out_of_credit or (seq.state is State.WAITING and not self._may_join(now)):
             return
         missing = self.cache.num_missing(seq.holding, seq.log)
-        growth = self.reserve.growth(running)  # admission will ask for this reserve beside the blocks
-        num_slots = self.config.running_limit - sum(not other.is_ending for other in running)
+        growth = self._growth()  # admission will ask for this reserve beside the blocks
+        num_slots = self.config.running_limit - sum(not other.is_ending for other in running) - len(self.queues.fetching)
         victims: list[Sequence] = []
         for victim in reversed(running):
             if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
@@ -142,8 +163,8 @@ class Planner:
         """Get `asker` a block for its next token. False: it is not run in this step."""
         while not self.cache.grow(asker.holding, asker.num_computed + 1):
             later = list(self.queues.later_than(asker))
-            victim = next((seq for seq in later if self._may_be_preempted(seq)), None)
-            if victim is None and later:
+            victim = self._cheapest(seq for seq in later if self._may_be_preempted(seq))
+            if victim is None and (later or any(seq.rank > asker.rank for seq in self.queues.fetching.values())):
                 return False  # those behind it were only just brought back: they get their token first
             self.reserve.on_preemption()
             self.preempt(draft, asker if victim is None else victim)
@@ -151,19 +172,36 @@ class Planner:
                 return False
         return True
 
+    def _cheapest(self, eligible: Iterator[Sequence]) -> Sequence | None:
+        """Of those who may go, the last in order first: whose blocks cost the least, each; the later one among equals."""
+        candidates = list(islice(eligible, MOST_VICTIMS))
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        return min(candidates, key=self._price)
+
+    def _price(self, seq: Sequence) -> float:
+        decision = self.pressure.decide(seq, self._behind(seq))
+        return per_block(decision, self.cache.num_freed_by(seq.holding))
+
+    def _behind(self, seq: Sequence) -> list[SequenceId]:
+        """The preempted behind `seq` in order, the last first: whose host blocks it may have."""
+        return [other.seq_id for other in reversed(self.queues.recovery) if other.rank > seq.rank]
+
     def _may_be_preempted(self, seq: Sequence) -> bool:
         return seq.has_gained and self.cache.num_freed_by(seq.holding) > 0
 
     def preempt(self, draft: Draft, victim: Sequence) -> None:
-        """Give up a sequence's blocks; its full ones stay in the tree as cache, its tokens in its log."""
+        """Give up a sequence's blocks; its full ones stay in the tree as cache, or move to the host, its tokens in its log."""
         freed = self.cache.num_freed_by(victim.holding)
         draft.num_preempted += 1
+        self.keep(victim)
+        decision = self.pressure.give_up(victim, self._behind(victim))
         self.set_back(victim)
         victim.num_preemptions += 1
-        self._on_preempt(victim, freed)
+        self._on_preempt(victim, freed, decision)
 
     def set_back(self, seq: Sequence) -> None:
-        """From running to recovery: it holds nothing, and computes again what the cache does not keep."""
+        """From running or fetching to recovery: it holds nothing, and computes again what the cache does not keep."""
         self._let_go(seq)
         self.queues.preempt(seq)
 
@@ -179,7 +217,9 @@ class Planner:
         self.cache.release(seq.holding)
         seq.num_computed = 0
         seq.has_gained = False
-        seq.counts_hits = False
+        seq.has_fetched_ahead = False
+        if seq.state is not State.FETCHING:  # else what it found has not been counted
+            seq.counts_hits = False
 
     def keep(self, seq: Sequence) -> None:
         """Make cache of what is full and known by now, before `seq` lets go of it.
@@ -198,31 +238,70 @@ class Planner:
         may_join = self._may_join(now)
         growth: int | None = None  # counted once a step, and only when somebody asks
         # Whoever's last token is in flight has no row any more: its slot is free for this step already.
-        while len(queues.running) - draft.num_ending < limit:
+        while len(queues.running) + len(queues.fetching) - draft.num_ending < limit:
             seq = self._suspects_first(queues.candidate())
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return
             if seq.is_out_of_credit:
                 self._pause(seq, now)
                 continue
-            growth = self.reserve.growth(queues.running) if growth is None else growth
-            found = self.cache.admit(seq.holding, seq.log, spare=self.reserve.blocks(growth))
+            growth = self._growth() if growth is None else growth
+            choices: list[Choice] = []
+            found = self.cache.admit(
+                seq.holding, seq.log, spare=self.reserve.blocks(growth), may_fetch=self._may_fetch(draft, choices)
+            )
             if found is None:
-                return
+                held = next((other for other in reversed(queues.running) if other.is_held), None)
+                if held is None:
+                    return
+                self._pause(held, now)
+                draft.num_ending -= 1
+                continue
             growth += self.reserve.growth([seq])
-            seq.num_computed = found
-            seq.prefill_end = seq.length
-            if seq.counts_hits:
-                self.num_queried_tokens += seq.num_prompt_tokens
-                self._count_hit(seq, found)
-            queues.start(seq)
+            if choices:
+                self._on_host_hit(seq, choices[0])
+            if seq.holding.jobs:
+                queues.fetch(seq)
+                continue
+            self._start(seq)
             if seq.is_suspect:
                 return  # it runs alone: now if nobody else has a row, else in a step of its own
+        self._fetch_ahead(draft, growth)
+
+    def _growth(self) -> int:
+        return self.reserve.growth(self.queues.running) + self.reserve.growth(self.queues.fetching.values())
+
+    def _start(self, seq: Sequence) -> None:
+        """Run `seq`, which is admitted and has all that it found."""
+        seq.num_computed = seq.holding.num_tree_blocks * self.cache.block_size
+        seq.prefill_end = seq.length
+        if seq.counts_hits:
+            self.num_queried_tokens += seq.num_prompt_tokens
+            self._count_hit(seq, seq.num_computed)
+        self.queues.start(seq)
+
+    def on_fetched(self, seq: Sequence) -> None:
+        """All that `seq` waited for has been copied in."""
+        self._start(seq)
+
+    def _may_fetch(self, draft: Draft, choices: list[Choice]) -> MayFetch:
+        return self.pressure.may_fetch(choices, alone=draft.is_only and not draft.rows and not self.queues.running)
+
+    def _fetch_ahead(self, draft: Draft, growth: int | None) -> None:
+        """All slots are taken: bring what the next one has on the host in already, as cache, if there is room for it."""
+        seq = self.queues.candidate()
+        if seq is None or seq.state is not State.PREEMPTED or seq.has_fetched_ahead or seq.is_out_of_credit or seq.in_flight:
+            return
+        growth = self._growth() if growth is None else growth
+        may_fetch = self._may_fetch(draft, [])
+        seq.has_fetched_ahead = self.cache.fetch_ahead(
+            seq.holding, seq.log, spare=self.reserve.blocks(growth), may_fetch=may_fetch
+        )
 
     def _may_join(self, now: float) -> bool:
         """Whether waiting requests may come in, as far as policy and gathering go."""
         queues = self.queues
-        num_begun = len(queues.running) + len(queues.recovery)
+        num_begun = len(queues.running) + len(queues.recovery) + len(queues.fetching)
         return self.gate.opens(now, queues.waiting, num_running=num_begun, limit=self.config.running_limit)
 
     # ---- 3. prefill -----------------------------------------------------------------------------
@@ -316,7 +395,34 @@ class Planner:
             self._count_hit(seq, gained)
         if advance.copy is not None:
             draft.copies.append(advance.copy)
+        if seq.leader is not None and not advance.must_wait:
+            return self._look_at_leader(draft, seq, seq.leader, advance)
         return advance
+
+    def _look_at_leader(self, draft: Draft, seq: Sequence, leader: Sequence, advance: Advance) -> Advance:
+        """Take the part of the prompt that fills no block from the leader, or wait for it.
+
+        Only before the first token of `seq`, so that what it copies enters the tree no sooner than that token shows
+        it to be sound. A leader of the same request has perhaps not shown it yet, but all of it ends when a row fails.
+        """
+        size, last = self.cache.block_size, seq.num_prompt_tokens - 1
+        index = last // size
+        if (
+            seq.num_computed >= last
+            or len(seq.log) > seq.num_prompt_tokens
+            or seq.is_suspect  # it has to run alone
+            or leader.state is not State.RUNNING
+            or not self.cache.enable_prefix_caching
+        ):
+            return advance
+        if leader.num_computed < last or draft.computes(leader, last - 1):
+            return advance._replace(must_wait=True)
+        if seq.holding.num_tree_blocks != index or not self.cache.grow(seq.holding, last + 1):
+            return advance
+        source, target = leader.holding.block_table[index], seq.holding.block_table[index]
+        draft.copies.append(BlockCopy(source, target, last - index * size))
+        seq.num_computed = last
+        return Advance(last, None, must_wait=False)
 
     def _count_hit(self, seq: Sequence, num_tokens: int) -> None:
         seq.num_cached_tokens += num_tokens

@@ -1,4 +1,6 @@
-"""Who runs, who was preempted, who waits: three lists, each in the policy's order. And who is paused, in no order's way."""
+"""Who runs, who was preempted, who waits: three lists, each in the policy's order. And who is in no order's way:
+those whose readers are behind, and those whose blocks are on their way in.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,37 @@ def _rank(seq: Sequence) -> tuple[int, int]:
 
 
 class Queues:
-    """Running, recovery (preempted), waiting, paused. A sequence is in at most one; `state` says which."""
+    """Running, recovery (preempted), waiting, paused, fetching. A sequence is in at most one; `state` says which."""
 
     def __init__(self) -> None:
         self.running: list[Sequence] = []
         self.recovery: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.paused: dict[SequenceId, Sequence] = {}  # the first has been paused for the longest
+        self.fetching: dict[SequenceId, Sequence] = {}  # admitted: they hold blocks, and run when a copy has ended
+        self.num_waiting_requests = 0
+        """Requests none of whose sequences has begun."""
 
     def add_waiting(self, seq: Sequence) -> None:
         """A new request."""
         seq.state = State.WAITING
+        self.num_waiting_requests += seq.leader is None
         insort(self.waiting, seq, key=_rank)
 
     def start(self, seq: Sequence) -> None:
-        """From waiting or recovery to running."""
+        """From waiting, recovery or fetching to running."""
         self.remove(seq)
         seq.state = State.RUNNING
         insort(self.running, seq, key=_rank)
 
+    def fetch(self, seq: Sequence) -> None:
+        """From waiting or recovery to fetching: it is admitted, and part of what it was given is still to come."""
+        self.remove(seq)
+        seq.state = State.FETCHING
+        self.fetching[seq.seq_id] = seq
+
     def preempt(self, seq: Sequence) -> None:
-        """From running to recovery, where it keeps its rank."""
+        """From running or fetching to recovery, where it keeps its rank."""
         self.remove(seq)
         seq.state = State.PREEMPTED
         insort(self.recovery, seq, key=_rank)
@@ -57,6 +69,11 @@ class Queues:
         if seq.state is State.PAUSED:
             del self.paused[seq.seq_id]
             return
+        if seq.state is State.FETCHING:
+            del self.fetching[seq.seq_id]
+            return
+        if seq.state is State.WAITING and seq.leader is None:
+            self.num_waiting_requests -= 1
         queue = self._queue(seq)
         place = bisect_left(queue, seq.rank, key=_rank)
         assert queue[place] is seq, f"sequence {seq.seq_id} is not where its state says"

@@ -7,17 +7,30 @@ import msgspec
 from ...protocol.errors import Problem
 from ...protocol.ids import RequestId
 from ...protocol.sampling import FinishReason
-from .sequence import Sequence
+from .request import Request
 
 
 class Preempted(msgspec.Struct, frozen=True, gc=False):
-    """A running sequence gave up its blocks. `num_freed_blocks` became available by it."""
+    """A running sequence gave up its blocks: `num_freed_blocks` became available by it. Both costs, and why this mode."""
 
     request_id: RequestId
     mode: str
     num_tokens: int
     num_freed_blocks: int
     num_preemptions: int
+    swap_s: float
+    recompute_s: float
+    reason: str
+
+
+class HostHit(msgspec.Struct, frozen=True, gc=False):
+    """A sequence was admitted with part of its tokens on the host only: `fetched`, or computed again; both costs."""
+
+    request_id: RequestId
+    fetched: bool
+    num_tokens: int
+    fetch_s: float
+    recompute_s: float
 
 
 class Paused(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +41,11 @@ class Paused(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The canonical account of a request. Durations in seconds; None where it did not come that far."""
+    """The canonical account of a request. Durations in seconds; None where it did not come that far.
+
+    Of several sequences, `finish_reason` is the last one's to end; tokens, chunks and preemptions are all of theirs,
+    the prompt counts once.
+    """
 
     request_id: RequestId
     label: str
@@ -44,30 +61,35 @@ class Finished(msgspec.Struct, frozen=True):
     num_chunks: int
     num_preemptions: int
     problem: Problem | None = None
+    num_sequences: int = 1
 
     @classmethod
-    def of(cls, seq: Sequence, reason: FinishReason, now: float, problem: Problem | None) -> Finished:
-        """The account of `seq`, which ends now."""
-        scheduled, first, last = seq.first_scheduled_s, seq.first_token_s, seq.last_token_s
+    def of(cls, request: Request, reason: FinishReason, now: float, problem: Problem | None) -> Finished:
+        """The account of `request`, which ends now."""
+        admit, sequences = request.admit, request.sequences
+        scheduled = min((seq.first_scheduled_s for seq in sequences if seq.first_scheduled_s is not None), default=None)
+        first = min((seq.first_token_s for seq in sequences if seq.first_token_s is not None), default=None)
+        last = max((seq.last_token_s for seq in sequences if seq.last_token_s is not None), default=None)
         return cls(
-            request_id=seq.request_id,
-            label=seq.admit.label,
+            request_id=admit.request_id,
+            label=admit.label,
             finish_reason=reason,
-            queue_s=_span(seq.admit.arrival_s, scheduled),
+            queue_s=_span(admit.arrival_s, scheduled),
             prefill_s=_span(scheduled, first),
             decode_s=_span(first, last),
-            ttft_s=_span(seq.admit.arrival_s, first),
-            e2e_s=now - seq.admit.arrival_s,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=seq.num_cached_tokens,
-            num_output_tokens=seq.num_output_tokens,
-            num_chunks=seq.num_chunks,
-            num_preemptions=seq.num_preemptions,
+            ttft_s=_span(admit.arrival_s, first),
+            e2e_s=now - admit.arrival_s,
+            num_prompt_tokens=len(admit.token_ids),
+            num_cached_tokens=sequences[0].num_cached_tokens,
+            num_output_tokens=sum(seq.num_output_tokens for seq in sequences),
+            num_chunks=sum(seq.num_chunks for seq in sequences),
+            num_preemptions=request.num_preemptions,
             problem=problem,
+            num_sequences=len(sequences),
         )
 
 
-Report = Preempted | Paused | Finished
+Report = Preempted | HostHit | Paused | Finished
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """A sequence: one token log on its way through the engine, and where it stands.
 
-    WAITING -> RUNNING <-> PREEMPTED | PAUSED -> FINISHED(stop | length | abort | error)
+    WAITING -> RUNNING <-> PREEMPTED | PAUSED | FETCHING -> FINISHED(stop | length | abort | error)
 
 One rule moves it: `num_computed` catches up with `length`. Both count what has been *sent* to the
 device: `in_flight` tokens are being sampled by steps that have not answered yet, and are part of
@@ -14,7 +14,7 @@ import math
 from enum import Enum
 
 from ...protocol.ids import RequestId, SequenceId, StepId
-from ...protocol.messages import Admit, Open
+from ...protocol.messages import Admit, TokenLogprobs
 from ...radix.holding import Holding
 from ...radix.tokens import TokenLog
 
@@ -31,11 +31,16 @@ class State(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     PAUSED = "paused"
+    FETCHING = "fetching"
     FINISHED = "finished"
 
 
 class Sequence:
-    """State of one sequence in the scheduler. `rank` is its place in the policy's order, fixed at arrival."""
+    """State of one sequence in the scheduler. `rank` is its place in the policy's order, fixed at arrival.
+
+    A request has `n` of them. `index` is its number among these, and `leader` the first, whose prompt is its own too.
+    The first has none, unless its request follows another: then it is that one's.
+    """
 
     __slots__ = (
         "admit",
@@ -43,13 +48,18 @@ class Sequence:
         "credit_length",
         "first_scheduled_s",
         "first_token_s",
+        "has_fetched_ahead",
         "has_gained",
         "holding",
         "in_flight",
+        "index",
+        "is_held",
         "is_on_device",
         "last_token_s",
+        "leader",
         "length",
         "log",
+        "logprobs",
         "max_length",
         "num_cached_tokens",
         "num_chunks",
@@ -57,11 +67,11 @@ class Sequence:
         "num_deaths",
         "num_preemptions",
         "num_prompt_tokens",
-        "opening",
         "paused_s",
         "prefill_end",
         "queued_s",
         "rank",
+        "request_id",
         "seq_id",
         "state",
         "stop_ids",
@@ -69,11 +79,25 @@ class Sequence:
         "waited_for",
     )
 
-    def __init__(self, seq_id: SequenceId, admit: Admit, holding: Holding, *, max_length: int, rank: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        seq_id: SequenceId,
+        admit: Admit,
+        holding: Holding,
+        *,
+        max_length: int,
+        rank: tuple[int, int],
+        index: int = 0,
+        leader: Sequence | None = None,
+    ) -> None:
         self.seq_id = seq_id
+        self.index = index
+        self.leader = leader
         self.admit = admit
+        self.request_id: RequestId = admit.request_id
         self.holding = holding
         self.log = TokenLog(admit.token_ids)
+        self.logprobs: list[TokenLogprobs] = []  # of the tokens generated and known, where they are asked for
         self.num_prompt_tokens = len(admit.token_ids)
         self.stop_ids = frozenset(admit.stop_token_ids)
         self.max_length = max_length
@@ -86,15 +110,16 @@ class Sequence:
         self.void_until = StepId(0)  # what this step and earlier ones sampled for it is dropped
         self.waited_for = -1  # block for which it last waited to copy rather than compute
         self.is_on_device = False
+        self.is_held = False  # it has its last token, and is here only for those that follow it
         self.has_gained = True  # a token since it was last brought back
-        self.counts_hits = True  # until it is first set back: what it finds then may be its own
+        self.has_fetched_ahead = False  # since it was last set back: once is enough
+        self.counts_hits = leader is None  # until it is first set back: what it finds then may be its own
         self.num_cached_tokens = 0
         self.num_chunks = 0
         self.num_preemptions = 0
         self.credit_length: float = math.inf  # its reader has granted tokens up to this length
         self.paused_s = 0.0
         self.num_deaths = 0  # of the device, in steps of which it took part, since it last gained a token
-        self.opening: Open | None = None  # what the detokenizer was told before its first token
         self.queued_s = 0.0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
@@ -110,11 +135,6 @@ class Sequence:
         if self.state is not State.WAITING:  # else it has not begun: what it finds then counts
             self.has_gained = False
             self.counts_hits = False
-
-    @property
-    def request_id(self) -> RequestId:
-        """The request this sequence belongs to."""
-        return self.admit.request_id
 
     @property
     def num_remaining(self) -> int:
@@ -133,8 +153,10 @@ class Sequence:
 
     @property
     def is_out_of_credit(self) -> bool:
-        """Its reader is behind: nothing more may be planned until it has taken some."""
-        return self.length >= self.credit_length
+        """Its reader is behind: nothing more may be planned until it has taken some. Or nothing more ever is: it is held,
+        and once it has lost its KV nothing is gained by computing it again.
+        """
+        return self.length >= self.credit_length or self.is_held
 
     @property
     def is_suspect(self) -> bool:

@@ -1,4 +1,4 @@
-"""The executor for CPUs: one step at a time, in the order of its arrival, in the C kernels or in torch."""
+"""The executor for CPUs: steps in the C kernels or in torch, and copies between two pools of the same memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ import time
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ...protocol.ids import SequenceId
-from ...protocol.messages import FailedRow, RunStep, StepDone
+from ...protocol.messages import CopyBlocks, CopyDone, FailedRow, Fences, RunStep, StepDone, TokenLogprobs
+from ..copying import carry_out
 from ..executor import Capacity
 from ..models.config import ModelConfig, load_model_config
 from ..models.weights import load_weights
 from ..sampling import SamplingRow
 from ..slots import Row, SlotTable
+from ..timelines import Timelines
 from .cores import CoreWatch, too_many_threads, usable_cores
 from .library import LEVELS
-from .machine import compute_dtype, memory_bytes
+from .machine import compute_dtype
 from .memory import keep_freed_memory
 from .paths import open_path
 from .plan import SharedGroups
-from .pool import KvPool, block_bytes
+from .pool import HostPool, KvPool, block_bytes
+from .sizing import pool_sizes
 
 _ATTENTION_BACKENDS = ("auto", "torch", *LEVELS)
 
@@ -37,10 +41,10 @@ _STAND_IN = 0
 class CpuExecutor:
     """Runs the model in `model_dir` on the CPU. Implements `Executor`.
 
-    It owns the weights and the KV pool, and has no host tier: there is no slower memory to move blocks to.
-    `attention_backend` chooses the code: "torch", the C kernels of one instruction set, or "auto": the best
-    there is. Raises `ModelLoadError` if the model cannot be loaded, `ConfigError` naming the key for a setting
-    that this device cannot satisfy.
+    It owns the weights and both KV pools. The host tier lies in the same memory as the device's: it holds what the
+    pool that is computed in, of a size of its own, has no room for. `attention_backend` chooses the code: "torch",
+    the C kernels of one instruction set, or "auto": the best there is. Raises `ModelLoadError` if the model cannot be
+    loaded, `ConfigError` naming the key for a setting that this device cannot satisfy.
     """
 
     def __init__(self, model_dir: Path, *, config: EngineConfig) -> None:
@@ -52,20 +56,22 @@ class CpuExecutor:
                 key="max_model_len",
             )
         dtype = compute_dtype(config.dtype)
-        num_blocks = _num_blocks(config, block_bytes(model, config.block_size, dtype))
+        sizes = pool_sizes(config, block_bytes(model, config.block_size, dtype))
         keep_freed_memory()
         if warning := too_many_threads(config.compute_threads, usable_cores()):
             _log.warning(warning)
         weights = load_weights(model_dir, model, dtype=dtype, device=torch.device("cpu"))
         weights_bytes = weights.num_bytes
-        self._pool = KvPool(model, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype)
+        self._pool = KvPool(model, num_blocks=sizes.num_device_blocks, block_size=config.block_size, dtype=dtype)
+        self._host = HostPool(self._pool, num_blocks=sizes.num_host_blocks)
         self._path = open_path(model, weights, self._pool, backend=config.attention_backend, num_threads=config.compute_threads)
+        self._timelines = Timelines()
         self._slots = SlotTable()
         self._not_finite: set[SequenceId] = set()
         self._cores = CoreWatch()
         self._num_threads = config.compute_threads
         self._thread_id: int | None = None
-        self._capacity = _capacity(config, model, self._pool, path=self._path.description, weights_bytes=weights_bytes)
+        self._capacity = _capacity(config, model, self._pool, self._host, path=self._path.description, weights=weights_bytes)
 
     @property
     def capacity(self) -> Capacity:
@@ -82,6 +88,32 @@ class CpuExecutor:
 
         Raises `KeyError`, `ValueError` or `IndexError` for a step that does not fit what came before it.
         """
+        # Not for the steps that it names: this thread has run them.
+        copies = Fences(copy_out=step.after.copy_out, copy_in=step.after.copy_in)
+        with self._timelines.operation("step", step.step_id, copies) as waited_s:
+            return replace(self._run_step(step), waited_s=waited_s)
+
+    def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
+        """Copy blocks between the tiers; see `Executor.copy_blocks`."""
+        host = self._host
+        move = host.copy_out if copy.direction == "out" else host.copy_in
+        return carry_out(copy, self._timelines, self._capacity, lambda copy: move(copy.sources, copy.targets))
+
+    def interrupt(self) -> None:
+        """End all waiting; see `Executor.interrupt`."""
+        self._timelines.close()
+
+    def close(self) -> None:
+        """Let go of the weights, the pools and the threads. May be called twice."""
+        self.interrupt()
+        if "_path" in vars(self):
+            self._path.close()
+            self._host.close()
+        for name in ("_path", "_pool", "_host"):
+            vars(self).pop(name, None)
+        self._slots = SlotTable()
+
+    def _run_step(self, step: RunStep) -> StepDone:
         started, running = time.perf_counter(), time.thread_time()
         self._claim_thread()
         rows = self._slots.apply(step)
@@ -90,8 +122,9 @@ class CpuExecutor:
         sampled = self._compute(rows, step.shared_groups) if rows else []
         seq_ids: list[SequenceId] = []
         token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
         failed: list[FailedRow] = []
-        for row, token in sampled:
+        for row, token, details in sampled:
             seq_id = row.slot.seq_id
             row.slot.token_ids.append(token)
             if seq_id in self._not_finite:
@@ -99,21 +132,15 @@ class CpuExecutor:
             else:
                 seq_ids.append(seq_id)
                 token_ids.append(token)
+                logprobs.append(details)
         seconds = time.perf_counter() - started
         if warning := self._cores.after_step(seconds, time.thread_time() - running):
             _log.warning(warning)
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed)
+        logprobs = logprobs if any(logprobs) else []
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs)
 
-    def close(self) -> None:
-        """Let go of the weights, the pool and the threads. May be called twice."""
-        if "_path" in vars(self):
-            self._path.close()
-        for name in ("_path", "_pool"):
-            vars(self).pop(name, None)
-        self._slots = SlotTable()
-
-    def _compute(self, rows: list[Row], shared: SharedGroups) -> list[tuple[Row, int]]:
-        """Compute all rows. Returns those that sample with their tokens, a stand-in for those that fail.
+    def _compute(self, rows: list[Row], shared: SharedGroups) -> list[tuple[Row, int, TokenLogprobs | None]]:
+        """Compute all rows. Returns those that sample with their tokens, a stand-in for those that fail, and logprobs.
 
         A sequence that failed once stays failed while it is known: its KV is not to be trusted.
         """
@@ -124,11 +151,11 @@ class CpuExecutor:
                     f"sequence {row.slot.seq_id} samples after token {row.end} of a log of {len(row.slot.token_ids)}"
                 )
         draws = [SamplingRow(row.slot.params, row.slot.index, row.slot.num_output_tokens) for row in sampling]
-        token_ids, failed = self._path.compute(rows, draws, shared)
+        token_ids, failed, logprobs = self._path.compute(rows, draws, shared)
         self._not_finite.update(sampling[i].slot.seq_id for i in failed)
         return [
-            (row, _STAND_IN if row.slot.seq_id in self._not_finite else token)
-            for row, token in zip(sampling, token_ids, strict=True)
+            (row, _STAND_IN if row.slot.seq_id in self._not_finite else token, logprobs.get(i))
+            for i, (row, token) in enumerate(zip(sampling, token_ids, strict=True))
         ]
 
     def _claim_thread(self) -> None:
@@ -146,33 +173,18 @@ def _refuse_unsupported(config: EngineConfig) -> None:
             raise ConfigError(f"{key} {value!r} is not supported on CPU; supported: {names}", key=key)
 
 
-def _num_blocks(config: EngineConfig, bytes_per_block: int) -> int:
-    """Blocks in the pool. Raises `ConfigError` for fewer than two, or more than there is memory for."""
-    key = "num_device_blocks" if config.num_device_blocks is not None else "cpu_kv_cache_bytes"
-    num_blocks = config.num_device_blocks or config.cpu_kv_cache_bytes // bytes_per_block
-    if num_blocks < 2:
-        raise ConfigError(
-            f"{key} {getattr(config, key)} makes {num_blocks} KV blocks of {bytes_per_block} bytes; at least 2 are needed",
-            key=key,
-        )
-    if num_blocks * bytes_per_block > memory_bytes():
-        raise ConfigError(
-            f"{key} {getattr(config, key)} needs {num_blocks * bytes_per_block / 2**30:.1f} GiB for the KV pool; "
-            f"this machine has {memory_bytes() / 2**30:.1f} GiB of memory",
-            key=key,
-        )
-    return num_blocks
-
-
-def _capacity(config: EngineConfig, model: ModelConfig, pool: KvPool, *, path: str, weights_bytes: int) -> Capacity:
+def _capacity(config: EngineConfig, model: ModelConfig, pool: KvPool, host: HostPool, *, path: str, weights: int) -> Capacity:
     dtype = str(pool.blocks.dtype).removeprefix("torch.")
+    out_rate, in_rate = host.measure()
     return Capacity(
         device=f"cpu ({dtype}, {path})",
         num_device_blocks=pool.blocks.shape[0],
-        num_host_blocks=0,
+        num_host_blocks=host.blocks.shape[0],
         block_size=config.block_size,
         block_bytes=pool.blocks[0].nbytes,
         vocab_size=model.vocab_size,
         max_model_len=config.max_model_len or model.max_position_embeddings,
-        weights_bytes=weights_bytes,
+        weights_bytes=weights,
+        copy_out_rate=out_rate,
+        copy_in_rate=in_rate,
     )

@@ -96,7 +96,8 @@ class KernelPath:
             query_group=self._config.num_heads // self._config.num_kv_heads,
         )
         self._make_room(plan)
-        is_greedy = all(draw.params.temperature < GREEDY_BELOW for draw in draws)
+        # Only where nobody needs the logits themselves.
+        is_greedy = all(draw.params.temperature < GREEDY_BELOW and draw.params.logprobs is None for draw in draws)
         tokens = np.zeros(len(draws), dtype=np.int32)
         finite = np.zeros(len(draws), dtype=np.uint8)
         with torch.inference_mode():
@@ -115,7 +116,7 @@ class KernelPath:
     def logits(self, count: int) -> Tensor:
         """The logits of the last step's first `count` samples, float32 [count, vocab_size]; overwritten by the next step.
 
-        There are none after a step whose draws were all greedy.
+        There are none after a step whose draws were all greedy, without logprobs.
         """
         return self._buffers["logits"][:count, : self._config.vocab_size]
 

@@ -15,12 +15,25 @@ from typing import Any
 
 import torch
 
-ABI = 1
+ABI = 2
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
 """Instruction sets in rising order, by the number that the C side knows them by."""
 
-PHASES = ("embed", "norms", "qkv", "rope + KV", "shared", "decodes", "chunks", "attention out", "gate up", "down", "head")
+PHASES = (
+    "embed",
+    "norms",
+    "qkv",
+    "rope + KV",
+    "shared",
+    "decodes",
+    "chunks",
+    "attention out",
+    "gate up",
+    "down",
+    "head",
+    "sample",
+)
 """What `Step.seconds` is divided into."""
 
 STATE_EXTRA = 16
@@ -191,6 +204,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "team_open": (c_void_p, (c_int64,)),
     "team_close": (None, (c_void_p,)),
     "read_memory": (c_int64, (c_void_p, c_int64)),
+    "copy_blocks": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
 }
 
 

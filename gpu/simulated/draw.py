@@ -9,7 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 
+from ...protocol.messages import TokenLogprobs
+from ...protocol.sampling import MAX_LOGPROBS
 from ..slots import Slot
 from .contents import Int64Array
 
@@ -40,3 +43,19 @@ class HashedToken:
             key = struct.pack("<qqq", slot.params.seed, slot.index, slot.num_output_tokens)
         digest = blake2b(tokens.astype("<i4").tobytes(), digest_size=8, key=key).digest()
         return self._choices[int.from_bytes(digest, "little") % len(self._choices)]
+
+    def logprobs(self, tokens: Int64Array, slot: Slot, token: int) -> TokenLogprobs:
+        """Made-up logarithms for `token`, drawn after `tokens`: a function of these alone, falling as real ones do.
+
+        A greedy token is the likeliest. One that is not among the `MAX_LOGPROBS` likeliest is a little less likely.
+        """
+        gaps = blake2b(tokens.astype("<i4").tobytes(), digest_size=32, key=b"logprobs").digest()
+        first = int.from_bytes(gaps[-8:], "little")
+        count = min(MAX_LOGPROBS, len(self._choices))
+        likeliest = [self._choices[(first + i) % len(self._choices)] for i in range(count)]
+        if slot.params.temperature == 0:
+            likeliest = [token, *(other for other in likeliest if other != token)][:count]
+        falling = list(accumulate((-0.05 - gap / 256 for gap in gaps[: count + 1]), initial=-1.0))
+        rank = likeliest.index(token) + 1 if token in likeliest else count + 1
+        wanted = slot.params.logprobs or 0
+        return TokenLogprobs([token, *likeliest[:wanted]], [falling[rank - 1], *falling[: min(wanted, count)]], rank)

@@ -2,10 +2,14 @@
 
 It does with each step what a device does - take in the deltas, copy, write all rows' KV, then let
 each row attend to positions [0, end) through its block table - and checks every one of these reads.
-Nothing waits and nothing is random, so a whole engine runs on it at thousands of steps a second.
+Copies between the tiers move what the blocks hold, right or wrong: the row that reads it finds out.
+Nothing is random, so a whole engine runs on it at thousands of steps a second.
 
-What a real device would not notice raises here. After any exception the executor refuses to go on,
-since its caller must end the epoch.
+Driven by threads it waits for fences, as every device does (`wait_for_fences`). Driven by hand, one
+operation after another, it waits for nothing: an operation that would have to raises.
+
+What a real device would not notice raises here. After a step that raised the executor refuses to go
+on, since its caller must end the epoch.
 """
 
 from __future__ import annotations
@@ -16,16 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, ModelLoadError
-from ...protocol.ids import BlockId, Epoch, SequenceId, StepId
-from ...protocol.messages import FailedRow, NewRow, RunStep, StepDone
+from ...protocol.ids import BlockId, CopyId, Epoch, SequenceId, StepId
+from ...protocol.messages import CopyBlocks, CopyDirection, CopyDone, FailedRow, NewRow, RunStep, StepDone, TokenLogprobs
 from ...protocol.sampling import SamplingParams
+from ..copying import carry_out
 from ..executor import Capacity
 from ..slots import Row, Slot, SlotTable
+from ..timelines import Timelines
 from .contents import Contents, Int64Array
 from .draw import HashedToken
+from .fences import check_fences
 from .memory import BYTES_PER_SLOT, SimulatedMemory
 
 DEFAULT_NUM_BLOCKS = 1024
@@ -45,7 +53,11 @@ class SimulatedExecutor:
     block_size: int = 16
     vocab_size: int = DEFAULT_VOCAB_SIZE
     max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    block_bytes: int | None = None
+    """What the capacity says that a block has and copies count; None: what is really kept of one here."""
 
+    wait_for_fences: bool = False
+    """Wait, on the threads of a worker and a swap manager; else an operation that would have to wait raises."""
     reserved_ids: Collection[int] = ()
     """Tokens the hash never gives (end tokens, say)."""
     next_token: Callable[[Sequence[int], Slot], int] | None = None
@@ -57,13 +69,19 @@ class SimulatedExecutor:
     the first that does.
     """
     on_step: Callable[[RunStep], None] | None = None
-    """Called with each step before anything of it is applied; may raise."""
+    """Called with each step, its fences met, before anything of it is applied; may raise."""
     step_seconds: Callable[[RunStep], float] | None = None
     """What `StepDone.seconds` reports; None: the time that the step took here."""
+    on_copy: Callable[[CopyBlocks], None] | None = None
+    """Called with each copy, its fences met, before it is applied; may raise, which fails it, or block."""
+    fail_copies: Callable[[CopyBlocks], bool] | None = None
+    """Copies that fail. A failed one leaves junk in its targets."""
+    copy_seconds: Callable[[CopyBlocks], float] | None = None
+    """What `CopyDone.seconds` reports; None: the time that the copy took here."""
     real_time: bool = False
-    """Sleep until `step_seconds` have passed."""
+    """Sleep until `step_seconds`, and `copy_seconds`, have passed."""
     record: bool = False
-    """Keep `steps`."""
+    """Keep `steps` and `copies`."""
     epoch: Epoch | None = None
     """The epoch of all steps; None: that of the first one."""
 
@@ -71,11 +89,16 @@ class SimulatedExecutor:
     """Tokens whose KV was computed, over all steps."""
     steps: list[tuple[StepId, list[tuple[SequenceId, int, int]]]] = field(default_factory=list, init=False)
     """With `record`: each step's id and its rows (sequence, start, number of tokens)."""
+    copies: list[CopyBlocks] = field(default_factory=list, init=False)
+    """With `record`: the copies that were carried out, well or not, in that order."""
 
     def __post_init__(self) -> None:
-        if self.real_time and self.step_seconds is None:
-            raise ValueError("real_time needs step_seconds: there is no duration to keep")
+        if self.real_time and self.step_seconds is None and self.copy_seconds is None:
+            raise ValueError("real_time needs step_seconds or copy_seconds: there is no duration to keep")
         self.memory = SimulatedMemory(self.num_device_blocks, self.block_size)
+        self.host_memory = SimulatedMemory(self.num_host_blocks, self.block_size)
+        self._timelines = Timelines()
+        self._last_copy: dict[CopyDirection, CopyId] = {"out": CopyId(0), "in": CopyId(0)}
         self._hashed = HashedToken(self.vocab_size, self.reserved_ids)
         self._slots = SlotTable()
         self._contents: dict[SequenceId, Contents] = {}
@@ -85,13 +108,13 @@ class SimulatedExecutor:
 
     @property
     def capacity(self) -> Capacity:
-        """What was asked for at construction. `block_bytes` is what a copy of a simulated block moves."""
+        """What was asked for at construction."""
         return Capacity(
             device="simulated",
             num_device_blocks=self.num_device_blocks,
             num_host_blocks=self.num_host_blocks,
             block_size=self.block_size,
-            block_bytes=self.block_size * BYTES_PER_SLOT,
+            block_bytes=self.block_bytes or self.block_size * BYTES_PER_SLOT,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
         )
@@ -108,21 +131,33 @@ class SimulatedExecutor:
         for a step that is out of order, of another epoch or at odds with the log, and `RuntimeError`
         after an earlier exception or `close`.
         """
-        started = time.perf_counter()
         if self._unusable is not None:
             raise RuntimeError(f"step {step.step_id}: the executor is not usable, {self._unusable}")
-        self._unusable = f"step {step.step_id} failed"
-        if self.on_step is not None:
-            self.on_step(step)
-        self._check_order(step)
-        rows = self._take_in(step)
-        for copy in step.copies:
-            self.memory.copy(copy.source, copy.target, copy.num_tokens)
-        self._write(rows)
-        seq_ids, token_ids, failed = self._attend(rows)
-        seconds = self._seconds(step, started)
-        self._unusable = None
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed)
+        try:
+            self._check_order(step)
+            if not self.wait_for_fences:
+                check_fences(self._timelines, step.after, f"step {step.step_id}")
+            with self._timelines.operation("step", step.step_id, step.after) as waited_s:
+                return replace(self._run_step(step), waited_s=waited_s)
+        except BaseException:
+            self._unusable = f"step {step.step_id} failed"
+            raise
+
+    def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
+        """Copy blocks between the tiers as `Executor.copy_blocks` says.
+
+        Raises `ValueError` for a copy that is out of order on its lane or of another epoch.
+        """
+        self._check_copy_order(copy)
+        if not self.wait_for_fences:
+            check_fences(self._timelines, copy.after, f"copy {copy.direction} {copy.copy_id}")
+        seconds = None if self.copy_seconds is None else self.copy_seconds(copy)
+        done = carry_out(copy, self._timelines, self.capacity, lambda copy: self._copy(copy, seconds))
+        return done if seconds is None else replace(done, seconds=seconds)
+
+    def interrupt(self) -> None:
+        """End all waiting; see `Executor.interrupt`."""
+        self._timelines.close()
 
     def reference(self, prompt_ids: Sequence[int], params: SamplingParams, num_tokens: int, *, index: int = 0) -> list[int]:
         """The first `num_tokens` tokens of a request run alone, computed without memory.
@@ -138,22 +173,75 @@ class SimulatedExecutor:
         return slot.token_ids[len(prompt_ids) :]
 
     def close(self) -> None:
-        """Forget everything. A later `run_step` raises."""
+        """Forget everything. A later `run_step` raises, a later copy fails."""
+        self.interrupt()
         self._unusable = "it is closed"
         self._slots = SlotTable()
         self._contents.clear()
         self.memory = SimulatedMemory(0, self.block_size)
+        self.host_memory = SimulatedMemory(0, self.block_size)
+
+    def _check_epoch(self, epoch: Epoch, operation: str) -> None:
+        if self.epoch is None:
+            self.epoch = epoch
+        if epoch != self.epoch:
+            raise ValueError(f"{operation} is of epoch {epoch}, this device's is {self.epoch}")
+
+    def _check_copy_order(self, copy: CopyBlocks) -> None:
+        operation, last = f"copy {copy.direction} {copy.copy_id}", self._last_copy[copy.direction]
+        self._check_epoch(copy.epoch, operation)
+        if copy.copy_id != last + 1:
+            raise ValueError(f"{operation} follows number {last} of its lane")
+        self._last_copy[copy.direction] = copy.copy_id
 
     def _check_order(self, step: RunStep) -> None:
-        if self.epoch is None:
-            self.epoch = step.epoch
-        if step.epoch != self.epoch:
-            raise ValueError(f"step {step.step_id} is of epoch {step.epoch}, this device's is {self.epoch}")
+        self._check_epoch(step.epoch, f"step {step.step_id}")
         if step.step_id != self._last_step + 1:
             raise ValueError(f"step {step.step_id} follows step {self._last_step}")
         if step.after.step >= step.step_id:
             raise ValueError(f"step {step.step_id} waits for step {step.after.step}, which cannot come before it")
         self._last_step = step.step_id
+
+    def _run_step(self, step: RunStep) -> StepDone:
+        started = time.perf_counter()
+        if self.on_step is not None:
+            self.on_step(step)
+        rows = self._take_in(step)
+        for copy in step.copies:
+            self.memory.copy(copy.source, copy.target, copy.num_tokens)
+        self._write(rows)
+        seq_ids, token_ids, failed, logprobs = self._attend(rows)
+        seconds = time.perf_counter() - started
+        if self.step_seconds is not None:
+            seconds = self._spend(self.step_seconds(step), seconds)
+        logprobs = logprobs if any(logprobs) else []
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs)
+
+    def _copy(self, copy: CopyBlocks, seconds: float | None) -> None:
+        source, target = (self.memory, self.host_memory) if copy.direction == "out" else (self.host_memory, self.memory)
+        if self._unusable is not None:
+            raise RuntimeError(f"the executor is not usable, {self._unusable}")
+        started = time.perf_counter()
+        try:
+            if self.record:
+                self.copies.append(copy)
+            if self.on_copy is not None:
+                self.on_copy(copy)
+            if seconds is not None:
+                self._spend(seconds, time.perf_counter() - started)
+            if self.fail_copies is not None and self.fail_copies(copy):
+                raise RuntimeError("the simulated copy failed")
+            # At the end: what meanwhile overwrote a source, or read or wrote a target, is then found out.
+            target.copy_blocks_from(source, copy.sources, copy.targets)
+        except BaseException:
+            for block in copy.targets:
+                target.spoil(block, copy.copy_id)
+            raise
+
+    def _spend(self, seconds: float, elapsed: float) -> float:
+        if self.real_time and seconds > elapsed:
+            time.sleep(seconds - elapsed)
+        return seconds
 
     def _take_in(self, step: RunStep) -> list[Row]:
         """Apply the step's deltas; return its rows, checked."""
@@ -205,11 +293,12 @@ class SimulatedExecutor:
             self.memory.write(slot.block_table, contents, start=start, end=end, writer=slot.seq_id)
             self.num_computed_tokens += end - start
 
-    def _attend(self, rows: list[Row]) -> tuple[list[SequenceId], list[int], list[FailedRow]]:
-        """Let every row read its context and sample. Returns the sampled columns and the failed rows."""
+    def _attend(self, rows: list[Row]) -> tuple[list[SequenceId], list[int], list[FailedRow], list[TokenLogprobs | None]]:
+        """Let every row read its context and sample. Returns the sampled columns, the failed rows, and the logprobs."""
         seq_ids: list[SequenceId] = []
         token_ids: list[int] = []
         failed: list[FailedRow] = []
+        logprobs: list[TokenLogprobs | None] = []
         for slot, _, end, samples in rows:
             contents = self._contents[slot.seq_id]
             read = self.memory.read_back(slot.block_table, contents, end=end, reader=slot.seq_id)
@@ -222,9 +311,10 @@ class SimulatedExecutor:
                 token = self._next_token(read, slot)
                 seq_ids.append(slot.seq_id)
                 token_ids.append(token)
+                logprobs.append(None if slot.params.logprobs is None else self._hashed.logprobs(read, slot, token))
             slot.token_ids.append(token)
             contents.extend([token])
-        return seq_ids, token_ids, failed
+        return seq_ids, token_ids, failed, logprobs
 
     def _next_token(self, tokens: Int64Array, slot: Slot) -> int:
         if self.next_token is None:
@@ -232,15 +322,6 @@ class SimulatedExecutor:
         token = self.next_token(tokens.tolist(), slot)
         self._check_tokens([token], slot.seq_id)
         return token
-
-    def _seconds(self, step: RunStep, started: float) -> float:
-        elapsed = time.perf_counter() - started
-        if self.step_seconds is None:
-            return elapsed
-        seconds = self.step_seconds(step)
-        if self.real_time and seconds > elapsed:
-            time.sleep(seconds - elapsed)
-        return seconds
 
 
 def open_simulated(config: EngineConfig, model_dir: Path | None) -> SimulatedExecutor:
@@ -265,6 +346,7 @@ def open_simulated(config: EngineConfig, model_dir: Path | None) -> SimulatedExe
         block_size=config.block_size,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
+        wait_for_fences=True,
     )
 
 

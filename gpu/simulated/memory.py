@@ -108,6 +108,15 @@ class SimulatedMemory:
         self._kv[target, :num_tokens] = self._kv[source, :num_tokens]
         self._writers[target, :num_tokens] = self._writers[source, :num_tokens]
 
+    def copy_blocks_from(self, other: SimulatedMemory, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        """Copy block `sources[i]` of another tier, whole and whatever it holds, to block `targets[i]` of this one."""
+        if not sources:
+            return
+        other._check_ids(sources, None)
+        self._check_ids(targets, None)
+        self._kv[targets] = other._kv[sources]
+        self._writers[targets] = other._writers[sources]
+
     def spoil(self, block: BlockId, writer: int) -> None:
         """Leave junk in all of `block`, as a copy that failed half way does. `writer` is who left it."""
         self._check_ids((block,), None)

@@ -32,7 +32,7 @@ from repertory.actors.scheduler import Scheduler
 from repertory.actors.scheduling.core import SchedulerCore
 from repertory.gpu.executor import Capacity
 from repertory.protocol.ids import SequenceId
-from repertory.protocol.messages import RunStep, StepDone
+from repertory.protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
 from repertory.tests.tiny_model import make_tiny_model
 
 AIM_CORE_US = 1200.0
@@ -81,6 +81,13 @@ class ConstantExecutor:
         self._sequences.update(new.seq_id for new in step.admitted)
         sampled = [seq_id for seq_id, samples in zip(step.seq_ids, step.samples, strict=True) if samples]
         return StepDone(step.epoch, step.step_id, sampled, [TOKEN] * len(sampled), 0.0)
+
+    def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
+        """There is no host tier to copy to."""
+        return CopyDone(copy.epoch, copy.copy_id, copy.direction, 0, 0.0, ok=False, reason="there is no host tier")
+
+    def interrupt(self) -> None:
+        """Nothing ever waits."""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -205,13 +212,14 @@ def wrap_actors(stopwatch: Stopwatch) -> None:
 async def measure(stopwatch: Stopwatch, model: Path, worker: str, num_running: int, num_windows: int) -> dict[str, float]:
     """Microseconds a step of `num_running` decodes, by name."""
     windows = Windows(stopwatch, num_running, num_windows)
-    original = DeviceKeeper._on_step_done
+    original = DeviceKeeper._on_answer
 
-    def on_step_done(keeper: DeviceKeeper, message: StepDone) -> None:
-        windows.on_step(message)
+    def on_answer(keeper: DeviceKeeper, message: StepDone | CopyDone) -> None:
+        if isinstance(message, StepDone):
+            windows.on_step(message)
         original(keeper, message)
 
-    setattr(DeviceKeeper, "_on_step_done", on_step_done)  # noqa: B010 - for this engine only
+    setattr(DeviceKeeper, "_on_answer", on_answer)  # noqa: B010 - for this engine only
     try:
         async with build_engine(model, worker, num_running, num_windows) as engine:
             readers = [asyncio.create_task(read(engine, number)) for number in range(num_running)]
@@ -220,7 +228,7 @@ async def measure(stopwatch: Stopwatch, model: Path, worker: str, num_running: i
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
     finally:
-        setattr(DeviceKeeper, "_on_step_done", original)  # noqa: B010
+        setattr(DeviceKeeper, "_on_answer", original)  # noqa: B010
     return windows.medians()
 
 

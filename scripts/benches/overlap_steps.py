@@ -27,7 +27,7 @@ from repertory import Engine, EngineConfig, SamplingParams
 from repertory.actors import device_host
 from repertory.actors.device import open_executor
 from repertory.gpu.executor import Capacity, Executor
-from repertory.protocol.messages import RunStep, StepDone
+from repertory.protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
 
 AIM = 0.02
 PROMPT_TOKENS = 48
@@ -70,6 +70,14 @@ class RecordingExecutor:
         if not step.seq_ids:
             self._record.write_bytes(msgspec.json.encode(self._spans))
         return done
+
+    def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
+        """Run the copy."""
+        return self._inner.copy_blocks(copy)
+
+    def interrupt(self) -> None:
+        """Interrupt the inner one."""
+        self._inner.interrupt()
 
     def close(self) -> None:
         """Close the inner one."""

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from repertory.protocol.ids import SequenceId, StepId
 from repertory.radix.cache import KVCache
+from repertory.radix.lookup import Match
 from repertory.radix.tokens import TokenLog
-from repertory.radix.tree import Match
 
 NUM_TOKENS = 4096
 NUM_SHARED = 2048

@@ -176,7 +176,7 @@ def test_released_sequences_are_forgotten_by_a_step_without_rows(stepper: Steppe
 
 def test_the_executor_fulfils_the_contract(tiny_llama: Path) -> None:
     executor: Executor = make_executor(tiny_llama)
-    for name in ("capacity", "num_sequences", "run_step", "close"):
+    for name in ("capacity", "num_sequences", "run_step", "copy_blocks", "interrupt", "close"):
         assert hasattr(executor, name)
 
 
@@ -236,10 +236,12 @@ def test_auto_is_bfloat16_only_where_the_cpu_has_instructions_for_it(tiny_llama:
 
 
 def test_capacity_says_what_the_device_offers(tiny_llama: Path) -> None:
-    capacity = make_executor(tiny_llama, num_device_blocks=None, cpu_kv_cache_bytes=1_000_000, max_model_len=100).capacity
+    capacity = make_executor(
+        tiny_llama, num_device_blocks=None, cpu_kv_cache_bytes=1_000_000, max_model_len=100, num_host_blocks=9
+    ).capacity
     assert capacity.block_bytes == 3 * 2 * 4 * 2 * 16 * 4
     assert capacity.num_device_blocks == 1_000_000 // capacity.block_bytes
-    assert (capacity.vocab_size, capacity.max_model_len, capacity.num_host_blocks) == (320, 100, 0)
+    assert (capacity.vocab_size, capacity.max_model_len, capacity.num_host_blocks) == (320, 100, 9)
     header_bytes = (tiny_llama / "model.safetensors").stat().st_size - capacity.weights_bytes
     assert 0 < header_bytes < 10_000
     assert "cpu" in capacity.device

@@ -78,11 +78,11 @@ def a_wrong_count_of_the_evictable(drive):
 
 
 def a_node_missing_from_the_ring(drive):
-    drive.cache.tree._unlink(unlocked(drive))
+    drive.cache.tree.ring.remove(unlocked(drive))
 
 
 def a_locked_node_in_the_ring(drive):
-    drive.cache.tree._link_newest(holder(drive).node)
+    drive.cache.tree.ring.add(holder(drive).node)
 
 
 def a_ring_without_an_end(drive):
@@ -92,12 +92,12 @@ def a_ring_without_an_end(drive):
 
 def a_ring_that_reads_otherwise_backwards(drive):
     first, second = list(drive.cache.tree.oldest_first())[:2]
-    second.older = drive.cache.tree._ring
+    second.older = drive.cache.tree.ring.sentinel
     assert second.older is not first
 
 
 def a_stranger_in_the_ring(drive):
-    drive.cache.tree._link_newest(Root("nowhere"))
+    drive.cache.tree.ring.add(Root("nowhere"))
 
 
 def tokens_without_a_block(drive):
@@ -256,8 +256,8 @@ def test_the_audit_reports_a_parent_that_would_be_evicted_before_its_child():
     tree = drive.cache.tree
     parent = list(tree.oldest_first())[-1]
     assert parent.children
-    tree._unlink(parent)
-    tree._link_after(tree._ring, parent)
+    tree.ring.remove(parent)
+    tree.ring.add_after(tree.ring.sentinel, parent)
     assert drive.cache.check_integrity() == ["node at blocks [1, 2): more recent than its parent"] * 2
 
 

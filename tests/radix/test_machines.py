@@ -93,8 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=consumes(entered), tail=st.integers(0, 5))
     def evict(self, blocks, tail):
-        self.pool.free_from_tree(blocks[tail:])
-        self.pool.free_from_tree(blocks[:tail])
+        self.pool.free_from_tree(blocks[tail:], 0)
+        self.pool.free_from_tree(blocks[:tail], 0)
         self._moved(blocks, IN_TREE, FREE)
 
     @rule(block=INDEX)
@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.free_private([block])
         if block not in self.hands[IN_TREE]:
             with pytest.raises(AssertionError):
-                self.pool.free_from_tree([block])
+                self.pool.free_from_tree([block], 0)
 
     @invariant()
     def every_block_is_in_its_hand(self):

@@ -55,6 +55,8 @@ class LossyWorld(World):
                 assert present == {request}, "a culprit was not alone"
                 self.culprits.add(request)
         self.in_flight.clear()
+        for lane in self.copies.values():
+            lane.clear()
         self.past_steps += self.steps
         self.steps.clear()
         self.found_culprits.append(self.core.on_device_lost(DeviceLost(self.core.epoch, "the test ends it"), self.now))
@@ -86,7 +88,7 @@ class LossyWorld(World):
             self.steps.append(step)
             self.in_flight.append(step)
             self._check_rows()
-        elif not self.in_flight and self.core.num_live and self.is_up:
+        elif not self.in_flight and self.is_up and not all(seq.is_held for seq in self.alive()):
             assert self.core.next_wakeup() is not None, f"nothing runs and nobody will ask again: {self.core.stats()}"
         self._look()
         return step

@@ -32,7 +32,7 @@ def test_requests_that_fit_only_one_at_a_time_all_finish(num_requests: int, budg
     )
     world.run()
     world.check_outputs()
-    assert sum(world.core.num_preemptions.values()) <= num_requests * 10
+    assert sum(world.core.pressure.num_preemptions.values()) <= num_requests * 10
     world.check_nothing_is_left()
 
 

@@ -31,6 +31,9 @@ class Run:
         self.num_to_come = self.random.randint(1, 25)
         self.failing = self.random.random() < 0.3
         self.resetting = self.random.random() < 0.3
+        self.copy_chance = self.random.choice([0.1, 0.5, 0.9])
+        if self.random.random() < 0.3:
+            self.world.failing_copies = lambda copy: self.random.random() < 0.2
         self.aborted: set[RequestId] = set()
 
     def _world(self) -> World:
@@ -52,6 +55,8 @@ class Run:
             scheduling_policy=pick(["fcfs", "fcfs", "static"]),
             scheduling_delay_s=pick([0.0, 0.0, 0.035]),
             scheduling_delay_factor=pick([0.0, 0.0, 2.5]),
+            host_blocks=pick([0, 0, 1, 3, 12, 60, 400]),
+            preemption_mode=pick(["auto", "swap", "swap", "heuristic", "recompute"]),
         )
         if chance() < 0.6:
             world.without_reserve()
@@ -78,7 +83,8 @@ class Run:
             world.finish()
         elif step is None:
             world.now += world.step_s
-        return came or runs or step is not None
+        copied = chance() < self.copy_chance and world.copy(self.random.choice(["out", "in"]))
+        return came or runs or copied or step is not None
 
     def _submit(self) -> None:
         self.num_to_come -= 1
@@ -86,6 +92,7 @@ class Run:
         world.submit(
             self._prompt(),
             max_tokens=None if chance() < 0.03 else self.random.randint(1, 30),
+            n=self.random.choice([1, 1, 1, 2, 4]),
             seed=self.random.randrange(100) if chance() < 0.5 else None,
             stop_token_ids=[STOP_ID] if chance() < 0.3 else [],
             cache_salt=self.random.choice([None, None, None, "a", "b"]),
@@ -110,6 +117,9 @@ class Run:
             request = self.random.choice(list(world.admits))
             world.abort(request)
             self.aborted.add(request)
+        if chance() < 0.03 and world.running():
+            request = self.random.choice(world.running())
+            world.stop(request, self.random.randrange(world.admits[request].params.n))
         if self.failing and chance() < 0.03 and world.running():
             world.poisoned.add(self.random.choice(world.running()))
         if self.resetting and chance() < 0.02:
@@ -130,9 +140,11 @@ class Run:
 
     def _check_numbers(self) -> None:
         world, stats = self.world, self.world.core.stats()
-        lengths = [len(admit.token_ids) + len(world.tokens.get(i, [])) for i, admit in world.admits.items()]
+        lengths = [len(world.admits[request].token_ids) + len(tokens) for (request, _), tokens in world.given.items()]
+        lengths += [len(admit.token_ids) for admit in world.admits.values() for _ in range(admit.params.n)]
         longest = -(-max(lengths) // world.config.block_size)
-        num_set_back = len(world.poisoned) * len(world.admits)  # a failure sets others back, and they ask again
+        # A failure sets others back, and they ask again.
+        num_set_back = len(world.poisoned) * sum(admit.params.n for admit in world.admits.values())
         assert sum(stats.num_preemptions.values()) <= len(lengths) * longest + num_set_back
         assert (
             0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries <= sum(len(a.token_ids) for a in world.admits.values())

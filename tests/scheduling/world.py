@@ -6,7 +6,8 @@ held against what every step promises; the device checks that its deltas suffice
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -19,7 +20,18 @@ from repertory.gpu.simulated import SimulatedExecutor
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.errors import Problem
 from repertory.protocol.ids import Epoch, RequestId
-from repertory.protocol.messages import Abort, Admit, Open, Refused, RunStep, SequenceEnd, TokensSampled
+from repertory.protocol.messages import (
+    ALL_SEQUENCES,
+    Abort,
+    Admit,
+    CopyBlocks,
+    CopyDirection,
+    Open,
+    Refused,
+    RunStep,
+    SequenceEnd,
+    TokensSampled,
+)
 from repertory.protocol.sampling import SamplingParams
 
 MOST_STEPS = 20_000
@@ -41,6 +53,8 @@ class World:
         vocab_size: int = 1000,
         max_model_len: int = 100_000,
         step_s: float = STEP_S,
+        host_blocks: int = 0,
+        copy_s: float = STEP_S / 2,
         paced: bool = False,
         **config: Any,
     ) -> None:
@@ -49,10 +63,13 @@ class World:
         self.config = EngineConfig(model="simulated", block_size=block_size, num_device_blocks=blocks, **config)
         self.device = SimulatedExecutor(
             num_device_blocks=blocks,
+            num_host_blocks=host_blocks,
             block_size=block_size,
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             fail_rows=self._rows_that_fail,
+            fail_copies=lambda copy: self.failing_copies(copy),
+            copy_seconds=lambda copy: copy_s,
             step_seconds=lambda step: step_s,
         )
         self.core = SchedulerCore(self.config, self.device.capacity, epoch=Epoch(1))
@@ -62,21 +79,33 @@ class World:
         self.now = 0.0
         self.admits: dict[RequestId, Admit] = {}
         self.tokens: dict[RequestId, list[int]] = {}
+        """What the first sequence of each request gave."""
+        self.given: dict[tuple[RequestId, int], list[int]] = {}
+        """What each sequence gave."""
+        self.sequence_ends: dict[tuple[RequestId, int], SequenceEnd] = {}
+        self.stopped: set[tuple[RequestId, int]] = set()
+        """Sequences that a stop string ended, wherever that was."""
         self.opens: dict[RequestId, Open] = {}
         self.ends: dict[RequestId, SequenceEnd] = {}
         self.refusals: dict[RequestId, Problem | None] = {}
         self.reports: list[Report] = []
         self.steps: list[RunStep] = []
         self.in_flight: list[RunStep] = []
+        self.copies: dict[CopyDirection, deque[CopyBlocks]] = {"out": deque(), "in": deque()}
+        """Copies sent and not carried out, by lane."""
+        self.copied: list[CopyBlocks] = []
+        self.failing_copies: Callable[[CopyBlocks], bool] = lambda copy: False
         self.poisoned: set[RequestId] = set()
         """Requests whose logits are not finite from the next step on."""
 
     # ---- operations -----------------------------------------------------------------------------
 
-    def submit(self, prompt: Items[int], *, max_tokens: int | None = 4, seed: int | None = None, **admit: Any) -> RequestId:
+    def submit(
+        self, prompt: Items[int], *, max_tokens: int | None = 4, seed: int | None = None, n: int = 1, **admit: Any
+    ) -> RequestId:
         """A request arrives; greedy unless `seed` is given."""
         request = RequestId(len(self.admits) + 1)
-        params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=max_tokens)
+        params = SamplingParams(n=n, temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=max_tokens)
         message = Admit(request, f"request {request}", list(prompt), params, self.now, **admit)
         self.admits[request] = message
         self.core.on_admit(message, self.now)
@@ -86,6 +115,12 @@ class World:
     def abort(self, request: RequestId) -> None:
         """A client goes."""
         self.core.on_abort(Abort(request), self.now)
+        self._look()
+
+    def stop(self, request: RequestId, index: int) -> None:
+        """One sequence has given a stop string."""
+        self.stopped.add((request, index))
+        self.core.on_abort(Abort(request, "stop", index), self.now)
         self._look()
 
     def reset(self) -> None:
@@ -106,13 +141,16 @@ class World:
             assert step.step_id == len(self.steps) + 1, "step ids are consecutive"
             self.steps.append(step)
             self.in_flight.append(step)
-        elif not self.in_flight and self.core.num_live:
+        self._take_copies(step)
+        if step is None and not self.in_flight and not any(self.copies.values()) and self.core.num_live:
             assert self.core.next_wakeup() is not None, f"nothing runs and nobody will ask again: {self.core.stats()}"
         self._look()
         return step
 
     def finish(self) -> None:
-        """The device runs the oldest step in flight and answers."""
+        """The device runs the oldest step in flight, after the copies it waits for, and answers."""
+        while self._unmet(self.in_flight[0]):
+            assert self.copy(), "a step waits for a copy that cannot run"
         done = self.device.run_step(self.in_flight.pop(0))
         self.now += self.step_s
         self.core.on_step_done(done, self.now)
@@ -125,25 +163,50 @@ class World:
             planned = step
         if self.in_flight:
             self.finish()
+        while self.copy():
+            pass
         return planned
+
+    def copy(self, direction: CopyDirection | None = None) -> bool:
+        """The first copy of a lane (or of any) that need not wait for anything is carried out; False: none could be."""
+        for lane in ("out", "in") if direction is None else (direction,):
+            if self.copies[lane] and not self._unmet(self.copies[lane][0]):
+                copy = self.copies[lane].popleft()
+                self.copied.append(copy)
+                self.core.on_copy_done(self.device.copy_blocks(copy))
+                self._look()
+                return True
+        return False
+
+    def _take_copies(self, step: RunStep | None) -> None:
+        sent = 0 if not self.steps else self.steps[-1].step_id
+        before, after = self.core.take_copies()
+        assert all(copy.after.step <= sent - (step is not None) for copy in before), "a copy waits for a later step"
+        assert all(copy.after.step <= sent for copy in after), "a copy waits for a step that was not sent"
+        for copy in (*before, *after):
+            assert len(copy.sources) == len(copy.targets) > 0
+            self.copies[copy.direction].append(copy)
+
+    def _unmet(self, operation: RunStep | CopyBlocks) -> tuple[str, ...]:
+        return tuple(self.device._timelines.unmet(operation.after))
 
     def run(self, *requests: RequestId) -> int:
         """Step until `requests` (all, if none is named) have ended; return the number of steps planned."""
         first = len(self.steps)
         while any(request not in self.ends and request not in self.refusals for request in requests or self.admits):
             assert len(self.steps) < MOST_STEPS, f"no end in sight: {self.core.stats()}"
-            if self.step() is None and not self.in_flight:
+            if self.step() is None and not self.in_flight and not any(self.copies.values()):
                 wakeup = self.core.next_wakeup()
                 self.now = self.now if wakeup is None else max(self.now, wakeup)
         return len(self.steps) - first
 
     # ---- facts ----------------------------------------------------------------------------------
 
-    def sequence(self, request: RequestId) -> Sequence | None:
-        """The request's sequence while it lives."""
+    def sequence(self, request: RequestId, index: int = 0) -> Sequence | None:
+        """A sequence of the request while it lives."""
         queues = self.core.queues
-        alive = (seq for queue in (queues.running, queues.recovery, queues.waiting) for seq in queue)
-        return next((seq for seq in alive if seq.request_id == request), None)
+        alive = (seq for queue in (queues.running, queues.recovery, queues.waiting, queues.fetching.values()) for seq in queue)
+        return next((seq for seq in alive if seq.request_id == request and seq.index == index), None)
 
     def running(self) -> list[RequestId]:
         """Running requests in order."""
@@ -164,50 +227,62 @@ class World:
         return {RequestId(seq_id): (start, count) for seq_id, start, count in columns}
 
     def reason(self, request: RequestId) -> str:
-        """How the request ended."""
+        """How the request ended: of several sequences, the last to end."""
         return "refused" if request in self.refusals else self.ends[request].finish_reason
 
-    def reference(self, request: RequestId) -> list[int]:
-        """What the request gives alone, up to its own length and its stop ids."""
+    def reference(self, request: RequestId, index: int = 0) -> list[int]:
+        """What a sequence of the request gives alone, up to its own length and its stop ids."""
         admit = self.admits[request]
         room = self.core.max_length - len(admit.token_ids)
         wanted = admit.params.max_tokens
-        tokens = self.device.reference(admit.token_ids, admit.params, room if wanted is None else min(room, wanted))
+        length = room if wanted is None else min(room, wanted)
+        tokens = self.device.reference(admit.token_ids, admit.params, length, index=index)
         stops = [place for place, token in enumerate(tokens) if token in admit.stop_token_ids]
         return tokens[: stops[0] + 1] if stops else tokens
 
     def check_outputs(self) -> None:
         """Every request has ended once, and whatever it gave is what it gives alone."""
         for request in self.admits:
-            got, reason = self.tokens.get(request, []), self.reason(request)
-            if reason == "refused":
-                assert not got
+            indices = range(self.admits[request].params.n)
+            if self.reason(request) == "refused":
+                assert not any(self.given.get((request, index)) for index in indices)
                 continue
-            reference = self.reference(request)
-            if reason in ("stop", "length"):
-                assert got == reference, f"request {request} ({reason}) differs from a run alone"
-            else:
-                assert got == reference[: len(got)], f"request {request} ({reason}) is no beginning of a run alone"
+            for index in indices:
+                self._check_output(request, index)
             opening = self.opens.get(request)
-            assert (opening is not None) == bool(got), "a request opens with its first token"
+            assert (opening is not None) == any(self.given.get((request, index)) for index in indices), (
+                "a request opens with its first token"
+            )
             if opening is not None:
                 assert opening.num_cached_tokens < opening.num_prompt_tokens, "the last prompt token is always computed"
+
+    def _check_output(self, request: RequestId, index: int) -> None:
+        got, end = self.given.get((request, index), []), self.sequence_ends.get((request, index), self.ends[request])
+        reference, is_natural = self.reference(request, index), end.finish_reason in ("stop", "length")
+        if is_natural and (request, index) not in self.stopped:
+            assert got == reference, f"request {request}, {index} ({end.finish_reason}) differs from a run alone"
+        else:
+            assert got == reference[: len(got)], f"request {request}, {index} is no beginning of a run alone"
 
     def check_nothing_is_left(self) -> None:
         """All have ended: with the cache dropped every block is free, and nobody is remembered."""
         while self.in_flight or self.plan() is not None:
             self.finish()
+        while self.copy():
+            pass
+        assert not any(self.copies.values())
         assert self.core.num_live == self.core.num_in_flight == 0
         self.reset()
         stats = self.core.stats()
         assert stats.device_blocks.free == stats.device_blocks.total
+        assert stats.host_blocks.free == stats.host_blocks.total
         assert not self.core.cache.tree.namespaces()
         assert self.device.num_sequences == 0
 
     # ---- watching -------------------------------------------------------------------------------
 
     def _rows_that_fail(self, step: RunStep) -> Collection[int]:
-        alive = [self.sequence(request) for request in self.poisoned]
+        alive = [self.sequence(request, index) for request in self.poisoned for index in range(self.admits[request].params.n)]
         return [seq.seq_id for seq in alive if seq is not None]
 
     def _look(self) -> None:
@@ -226,13 +301,29 @@ class World:
         for opening in message.opened:
             assert opening.request_id not in self.opens, "opened twice"
             self.opens[opening.request_id] = opening
-        for request, token in zip(message.request_ids, message.token_ids, strict=True):
+        assert any(message.indices) or not message.indices, "a column of zeros"
+        indices = message.indices or [0] * len(message.token_ids)
+        for request, index, token in zip(message.request_ids, indices, message.token_ids, strict=True):
             self._is_over(request)
+            assert (request, index) not in self.sequence_ends, f"request {request}, {index} goes on after its end"
             assert request in self.opens, "a token before its request opened"
-            self.tokens.setdefault(request, []).append(token)
+            self.given.setdefault((request, index), []).append(token)
+            if index == 0:
+                self.tokens.setdefault(request, []).append(token)
         for end in message.ended:
-            self._is_over(end.request_id)
-            self.ends[end.request_id] = end
+            self._end(end)
+
+    def _end(self, end: SequenceEnd) -> None:
+        request = end.request_id
+        self._is_over(request)
+        indices = range(self.admits[request].params.n)
+        if end.index == ALL_SEQUENCES:
+            self.ends[request] = end
+            return
+        assert (request, end.index) not in self.sequence_ends, "ended twice"
+        self.sequence_ends[request, end.index] = end
+        if all((request, index) in self.sequence_ends for index in indices):
+            self.ends[request] = end
 
     def _is_over(self, request: RequestId) -> None:
         assert request not in self.ends and request not in self.refusals, f"request {request} goes on after its end"
@@ -277,6 +368,6 @@ class _Before:
             assert seq.num_preemptions == 1 or seq.length > seq.prefill_end, "preempted again without a token of its return"
         for seq in self.decodes:
             if seq.seq_id not in counts and seq not in gone:
-                is_last = seq is core.queues.running[-1]
+                is_last = seq is core.queues.running[-1] and not core.queues.fetching
                 is_ample = core.cache.num_available > core.cache.num_blocks // 2
                 assert gone or not (is_last or is_ample), "it sits out and need not"

@@ -23,19 +23,20 @@ from repertory.gpu.executor import Executor
 from repertory.protocol.capacity import Capacity
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.ids import SequenceId
-from repertory.protocol.messages import RunStep, StepDone
+from repertory.protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
 
 VARIABLE = "FAULTY_HOST"
 COMMAND = (sys.executable, "-m", "repertory.tests.supervision.faulty_host")
 
 How = Literal["kill", "stop", "raise", "panic", "exit", "hang", "babble"]
-When = Literal["opening", "before", "during", "after"]
+When = Literal["opening", "before", "during", "after", "copying"]
 
 
 class Fault(msgspec.Struct, frozen=True):
     """What goes wrong, and when: in which life (None: any), from which step on, with which prompt token among its rows.
 
     "before" a step nothing of it is computed, "during" it a part is, "after" it all is and the answer is lost.
+    "copying": before a copy, on its lane; `step` is then the copy's number.
     """
 
     how: How
@@ -87,6 +88,15 @@ class FaultyExecutor:
         done = self._inner.run_step(step)
         self._history.suffer("after", step.step_id, tokens)
         return done
+
+    def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
+        """Run the copy, or die of it."""
+        self._history.suffer("copying", copy.copy_id, frozenset())
+        return self._inner.copy_blocks(copy)
+
+    def interrupt(self) -> None:
+        """Interrupt the inner one."""
+        self._inner.interrupt()
 
     def close(self) -> None:
         """Close the inner one."""

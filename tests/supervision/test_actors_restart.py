@@ -81,7 +81,7 @@ async def check_over(s: Stage) -> None:
     await s.check_clean()
     detokenizer = s.engine._company.detokenizer
     assert not detokenizer.told and not len(detokenizer.core) and not detokenizer._asked and not detokenizer._replayed
-    assert len(s.engine._company.scheduler.core.histories) == 0
+    assert len(s.engine._company.scheduler.core.telling.histories) == 0
 
 
 MOMENTS = [[1], [2], [3, 4], [3, 5], [7, 20, 33], [10, 11, 12, 13, 14], [1, 2, 3, 4, 5], [40], [45, 60]]
@@ -193,7 +193,7 @@ async def test_histories_are_emptied_and_do_not_grow(stage: Any) -> None:
     for _ in range(3):
         await results(begin(s.engine, crowd(10, max_tokens=6)))
         await check_over(s)
-    assert len(core.histories) == 0
+    assert len(core.telling.histories) == 0
 
 
 async def test_six_crashes_within_a_minute_end_the_engine(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:

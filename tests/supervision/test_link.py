@@ -12,7 +12,7 @@ import pytest
 from repertory.actors.devices.process import ProcessDevice
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.ids import BlockId, Epoch, SequenceId, StepId
-from repertory.protocol.messages import Fences, NewRow, RunStep, StepDone
+from repertory.protocol.messages import CopyDone, Fences, NewRow, RunStep, StepDone
 from repertory.protocol.sampling import SamplingParams
 
 from .conftest import DEFAULTS, Hosts
@@ -30,12 +30,12 @@ FIRST_STEP = RunStep(
 )
 
 
-async def opened(hosts: Hosts, *faults: Fault, on_step_done: Callable[[StepDone], None] = print) -> ProcessDevice:
+async def opened(hosts: Hosts, *faults: Fault, on_answer: Callable[[StepDone | CopyDone], None] = print) -> ProcessDevice:
     """One life of a device."""
     hosts.prepare(*faults)
     model = hosts.models["simulated"]
     config = EngineConfig(model=str(model), **DEFAULTS["simulated"])  # type: ignore[arg-type]
-    device = ProcessDevice(Epoch(1), config, model, on_step_done=on_step_done, command=COMMAND)
+    device = ProcessDevice(Epoch(1), config, model, on_answer=on_answer, command=COMMAND)
     await device.open()
     return device
 
@@ -54,10 +54,10 @@ async def test_any_signal_that_ends_the_host_is_told_by_name_or_number(hosts: Ho
 
 
 async def test_an_answer_at_which_the_listener_fails_is_a_loss_and_not_a_silence(hosts: Hosts) -> None:
-    def fail(done: StepDone) -> None:
+    def fail(done: StepDone | CopyDone) -> None:
         raise ZeroDivisionError("in the keeper")
 
-    device = await opened(hosts, on_step_done=fail)
+    device = await opened(hosts, on_answer=fail)
     device.send(FIRST_STEP, None)
     assert "the link to the device host failed: ZeroDivisionError" in await reason_of(device)
     await device.aclose()

@@ -21,7 +21,7 @@ async def test_a_reader_that_stops_reading_holds_only_itself_and_goes_on_exactly
     params = greedy(200, output_kind="delta")
     slow = s.engine.generate(prompt_of(9, 1), params)
     await until(lambda: len(core.queues.paused) == 1)
-    assert len(delivery_of(s, slow).token_ids) <= window
+    assert len(delivery_of(s, slow).completions[0].token_ids) <= window
     assert answer_of(await s.ask(prompt_of(9, 2), greedy(100))) == s.alone(prompt_of(9, 2), greedy(100))
     stats = await s.engine.stats()
     assert (stats.num_paused, stats.num_running, stats.device_blocks.referenced) == (1, 0, 0)

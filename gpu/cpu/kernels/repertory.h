@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ABI = 1 };
+enum { ABI = 2 };
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -121,7 +121,7 @@ typedef struct {
     int64_t scratch_bytes;
 } Model;
 
-enum Phase { EMBED, NORM, QKV, ROTATE, SHARED, DECODES, CHUNKS, ATTENTION_OUT, GATE_UP, DOWN, HEAD, NUM_PHASES };
+enum Phase { EMBED, NORM, QKV, ROTATE, SHARED, DECODES, CHUNKS, ATTENTION_OUT, GATE_UP, DOWN, HEAD, SAMPLE, NUM_PHASES };
 
 /* The largest logit of some columns of a row; minus infinity: there is none. */
 typedef struct {

@@ -31,15 +31,21 @@ static double now(void)
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-/* Ends a phase: waits for all, and books the time since the last one's end. */
-static void end_phase(Work *w, int64_t thread, enum Phase phase)
+/* Thread 0's time since the last call goes to a phase. */
+static void book(Work *w, int64_t thread, enum Phase phase)
 {
-    team_barrier(w->team, thread);
     if (thread == 0) {
         double time = now();
         w->s->seconds[phase] += time - w->lap;
         w->lap = time;
     }
+}
+
+/* Ends a phase: waits for all, and books the time since the last one's end. */
+static void end_phase(Work *w, int64_t thread, enum Phase phase)
+{
+    team_barrier(w->team, thread);
+    book(w, thread, phase);
 }
 
 /* Thread `thread`'s share of `count` things: [*first, result). */
@@ -267,7 +273,7 @@ static void take_best(const Work *w, const float *logits, int64_t first, int64_t
 
 /* The argmax of each sample. The logits go to a slice of memory that stays in L2 and are looked at there; all of them would
  * be written to memory and read again, which for many rows is as much as the weights. */
-static void greedy(const Work *w, int64_t thread)
+static void greedy(Work *w, int64_t thread)
 {
     enum { SLICE = 48 << 10 }; /* floats */
     const Model *m = w->m;
@@ -285,7 +291,9 @@ static void greedy(const Work *w, int64_t thread)
         const char *weights = row_of(w, m->lm_head, column, m->hidden);
         const Linear l = {m->normed, m->hidden, s->num_samples, weights, width, m->hidden, logits, stride, LOGITS};
         w->k->linear(&l, 0, per_slice, scratch_of(w, thread));
+        book(w, thread, HEAD);
         take_best(w, logits, column, width, stride, best);
+        book(w, thread, SAMPLE);
     }
     team_barrier(w->team, thread);
     for (int64_t row = 0; thread == 0 && row < s->num_samples; row++) {
@@ -298,6 +306,7 @@ static void greedy(const Work *w, int64_t thread)
         s->tokens[row] = best[row].token;
         s->finite[row] = best[row].logit > -INFINITY && !best[row].is_unfit;
     }
+    book(w, thread, SAMPLE);
 }
 
 static void head(Work *w, int64_t thread)

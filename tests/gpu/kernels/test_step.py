@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +37,14 @@ class Side:
     """One way to compute: its pool, and logits of steps over it."""
 
     def __init__(
-        self, directory: Path, kernel: Kernel | None, *, block_size: int, dtype: torch.dtype, threads: int = 1
+        self,
+        directory: Path,
+        kernel: Kernel | None,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        threads: int = 1,
+        library: Any = LIBRARY,
     ) -> None:
         self.config: ModelConfig = load_model_config(directory)
         weights = load_weights(directory, self.config, dtype=dtype, device=torch.device("cpu"))
@@ -43,7 +52,7 @@ class Side:
         self.pool.blocks.fill_(float("nan"))
         self.path: KernelPath | None = None
         if kernel:
-            self.path = KernelPath(LIBRARY, kernel[0], self.config, weights, self.pool, num_threads=threads)
+            self.path = KernelPath(library, kernel[0], self.config, weights, self.pool, num_threads=threads)
         else:
             self.decoder = Decoder(self.config, weights)
 
@@ -186,6 +195,44 @@ def test_greedy_tokens_are_the_argmax_of_the_logits(small_dir: Path, kernel: Ker
     assert greedy.token_ids == side.logits(rows).argmax(-1).tolist()
     mixed = side.path.compute(rows, [SamplingRow(GREEDY, 0, 0)] + [SamplingRow(RANDOM, 0, 0)] * 19, [])
     assert mixed.token_ids[0] == greedy.token_ids[0]
+    side.path.close()
+
+
+class TimedLibrary:
+    """The library, with the time that its steps take on the outside."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(LIBRARY, name)
+
+    def run_step(self, *arguments: Any) -> None:
+        start = time.perf_counter()
+        LIBRARY.run_step(*arguments)
+        self.step_s += time.perf_counter() - start
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("draw", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_a_steps_phases_add_up_to_the_step(small_dir: Path, draw: SamplingParams, threads: int) -> None:
+    library = TimedLibrary()
+    side = Side(small_dir, KERNELS[0].values[0], block_size=16, dtype=torch.float32, threads=threads, library=library)
+    assert side.path
+    slots = slots_for(side, [300, 17, 40])
+    rows = [Row(slots[0], 0, 300, 1), *(Row(slot, len(slot.token_ids) - 1, len(slot.token_ids), 1) for slot in slots[1:])]
+    shares = []
+    for _ in range(5):
+        side.path.seconds = dict.fromkeys(side.path.seconds, 0.0)
+        library.step_s = 0.0
+        side.path.compute(rows, [SamplingRow(draw, 0, 0)] * 3, [])
+        shares.append(sum(side.path.seconds.values()) / library.step_s)
+    assert max(shares) <= 1.0
+    assert max(shares) > 0.9, "nothing else ran in the middle of the best of them"
+    ran = {name for name, seconds in side.path.seconds.items() if seconds}
+    assert ran == set(side.path.seconds) - {"shared"} - ({"sample"} if draw is RANDOM else set()) - (
+        {"decodes"} if threads > 1 else set()
+    )
     side.path.close()
 
 
