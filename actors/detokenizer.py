@@ -1,7 +1,7 @@
 """The Detokenizer: sampled tokens to text, and the one place a request's terminal comes from.
 
 Its core can be made anew at any moment. Two accounts survive a crash: `told`, for every open request how
-much of its text and tokens has been handed over, and `over`, whose terminals have been. The new core gets
+much text and how many tokens of each sequence have been handed over, and `over`, whose terminals have been. The new core gets
 the tokens of each open request again from the scheduler (`Resend`) and keeps to itself what has been handed
 over already.
 """
@@ -24,10 +24,11 @@ RETRY_S = 0.01
 
 
 class Told(msgspec.Struct, frozen=True, gc=False):
-    """What the frontend has been told of a request."""
+    """What the frontend has been told of a sequence."""
 
     num_characters: int
     num_tokens: int
+    has_ended: bool = False
 
 
 NOTHING = Told(0, 0)
@@ -46,13 +47,13 @@ class Detokenizer:
     ) -> None:
         self.inbox = inbox
         self.core = DetokenizerCore(tokenizer)
-        self.told: dict[RequestId, Told] = {}
+        self.told: dict[RequestId, dict[int, Told]] = {}
         self.over: OrderedDict[RequestId, None] = OrderedDict()
         self._tokenizer = tokenizer
         self._frontend = frontend
         self._scheduler = scheduler
         self._batch: deque[TokensSampled | Refused] = deque()
-        self._replayed: dict[RequestId, Told] = {}
+        self._replayed: dict[tuple[RequestId, int], Told] = {}
         self._asked: set[RequestId] = set()
         # The scheduler may be waiting for room in our inbox: never wait for room in its. A few a request at most.
         self._unsent: deque[SchedulerInbox] = deque()
@@ -72,8 +73,17 @@ class Detokenizer:
     async def recover(self) -> None:
         """A new core. Whatever was open is asked for again; the message that was at hand is not handled twice."""
         culprit = self._batch.popleft() if self._batch else None
-        self.core = DetokenizerCore(self._tokenizer, closed=self.over, awaited=self.told)
-        self._replayed = dict(self.told)
+        awaited = {
+            request_id: [index for index, told in by_index.items() if told.has_ended]
+            for request_id, by_index in self.told.items()
+        }
+        self.core = DetokenizerCore(self._tokenizer, closed=self.over, awaited=awaited)
+        self._replayed = {
+            (request_id, index): told
+            for request_id, by_index in self.told.items()
+            for index, told in by_index.items()
+            if not told.has_ended
+        }
         if isinstance(culprit, TokensSampled):
             self._asked.difference_update(opening.request_id for opening in culprit.opened)
         # What an earlier crash asked for and has not come yet is on its way: twice told would be twice handed over.
@@ -91,7 +101,8 @@ class Detokenizer:
     async def _handle(self, message: TokensSampled | Refused) -> None:
         if isinstance(message, TokensSampled):
             for opening in message.opened:
-                self.told.setdefault(opening.request_id, NOTHING)
+                if opening.request_id not in self.over:
+                    self.told.setdefault(opening.request_id, {})
             deltas, aborts = self.core.on_tokens(message)
             self._unsent.extend(aborts)
             self._asked.difference_update(opening.request_id for opening in message.opened)
@@ -107,14 +118,17 @@ class Detokenizer:
         await self._frontend.post(TextOut(deltas))
         closed = []
         for delta in deltas:
-            if delta.finish_reason is not None:
+            if delta.is_terminal:
                 closed.append(delta.request_id)
                 self.told.pop(delta.request_id, None)
                 self.over[delta.request_id] = None
             else:
-                before = self.told[delta.request_id]
-                self.told[delta.request_id] = Told(
-                    before.num_characters + len(delta.text), before.num_tokens + len(delta.token_ids)
+                told = self.told[delta.request_id]
+                before = told.get(delta.index, NOTHING)
+                told[delta.index] = Told(
+                    before.num_characters + len(delta.text),
+                    before.num_tokens + len(delta.token_ids),
+                    delta.finish_reason is not None,
                 )
         if closed:
             self._unsent.append(Closed(closed))
@@ -123,13 +137,14 @@ class Detokenizer:
 
     def _unheard(self, delta: TextDelta) -> TextDelta | None:
         """A replayed delta without what was handed over before the crash; None when nothing is left of it."""
-        heard = self._replayed.pop(delta.request_id, None)
+        heard = self._replayed.pop((delta.request_id, delta.index), None)
         if heard is None:
             return delta
         text, token_ids = delta.text[heard.num_characters :], delta.token_ids[heard.num_tokens :]
         if not text and not token_ids and delta.finish_reason is None:
             return None
-        return msgspec.structs.replace(delta, text=text, token_ids=token_ids)
+        logprobs = delta.logprobs[heard.num_tokens :]
+        return msgspec.structs.replace(delta, text=text, token_ids=token_ids, logprobs=logprobs)
 
 
 def _unopened(message: TokensSampled | Refused | None) -> list[tuple[RequestId, Problem | None]]:

@@ -29,7 +29,7 @@ _OUTPUT = Group("Output", sort_key=2)
 _SAMPLING = Group("Sampling", sort_key=3)
 _FILE_HELP = "file with one prompt a line; -: standard input"
 _CHAT_HELP = "give each prompt as a user's message, or as it is [default: --chat where the model has a chat template]"
-_JSON_HELP = "one JSON line per prompt: prompt, text, finish_reason, usage"
+_JSON_HELP = "one JSON line per prompt: prompt, text, finish_reason, usage; with --n, the texts of all completions too"
 _DEFAULTS = {"log_level": "warning"}
 """Settings whose defaults differ here: the lines of a run that goes well would stand between the reader and the text."""
 _ANY_VOCABULARY = 2**31 - 1
@@ -70,7 +70,8 @@ EngineFactory = Callable[[EngineConfig], AbstractAsyncContextManager[TextEngine]
 class SamplingFlags:
     """How tokens are chosen; names and meanings are `SamplingParams`'."""
 
-    max_tokens: Annotated[int, Parameter(help="tokens to generate at most, for each prompt")] = 64
+    n: Annotated[int, Parameter(help="completions of each prompt")] = 1
+    max_tokens: Annotated[int, Parameter(help="tokens to generate at most, for each completion")] = 64
     temperature: Annotated[float, Parameter(help="0 is greedy")] = 1.0
     top_p: Annotated[float, Parameter(help="keep the likeliest tokens that make up this share")] = 1.0
     top_k: Annotated[int, Parameter(help="keep this many of the likeliest tokens; 0: all")] = 0
@@ -102,7 +103,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def streams(self) -> bool:
         """Whether text is shown while it comes."""
-        return len(self.prompts) == 1 and not self.as_json
+        return len(self.prompts) == 1 and self.sampling.n == 1 and not self.as_json
 
 
 def generate(
@@ -118,7 +119,7 @@ def generate(
     """Generate text for one prompt or many.
 
     Prompts are arguments, lines of --file, or all of standard input as one. A single prompt's text
-    is written as it comes; several run together, and their results come in order under headings.
+    is written as it comes; several prompts or completions run together, and come in order under headings.
     """
     settings = load_config(flags=engine or {}, file=config, defaults=_DEFAULTS)
     sampling = sampling or SamplingFlags()

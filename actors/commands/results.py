@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 import msgspec
 from rich.console import Console
@@ -23,12 +23,24 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class Ending(msgspec.Struct, frozen=True):
+    """How one of a prompt's completions came out."""
+
+    index: int
+    text: str
+    finish_reason: str
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one prompt. `error` is the message where `finish_reason` is "error"; `refused`: the caller's fault."""
+    """The end of one prompt. `error` is the message where `finish_reason` is "error"; `refused`: the caller's fault.
+
+    Text and reason are the first completion's; `completions` are all, where there are several.
+    """
 
     prompt: str
     text: str = ""
     finish_reason: str = "error"
+    completions: list[Ending] = []
     usage: Usage = Usage()
     error: str | None = None
     refused: bool = False
@@ -36,15 +48,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def result_of(prompt: str, output: RequestOutput) -> Result:
     """The result that a request's last output, with all of its text, stands for."""
-    completion = output.outputs[0]
-    num_prompt, num_output = len(output.prompt_token_ids), len(completion.token_ids)
-    failed = completion.finish_reason == "error"
+    endings = [Ending(one.index, one.text, one.finish_reason or "abort") for one in output.outputs]
+    num_prompt, num_output = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+    failed = next((one for one in output.outputs if one.finish_reason == "error"), None)
     return Result(
         prompt=prompt,
-        text=completion.text,
-        finish_reason=completion.finish_reason or "abort",
+        text=endings[0].text,
+        finish_reason=endings[0].finish_reason,
+        completions=endings if len(endings) > 1 else [],
         usage=Usage(num_prompt, num_output, num_prompt + num_output, output.num_cached_tokens),
-        error=str(completion.stop_reason) if failed else None,
+        error=str(failed.stop_reason) if failed is not None else None,
     )
 
 
@@ -97,12 +110,19 @@ class Report:
             return
         if self._with_headings:
             self._out.write(f"{'' if self._num_written == 1 else chr(10)}## {self._num_written}. {_heading(result.prompt)}\n")
-        self._out.write(result.text if result.text.endswith("\n") else result.text + "\n")
+        if not result.completions:
+            self._write_text(result.text)
+        for number, ending in enumerate(result.completions, start=1):
+            self._out.write(f"{chr(10) if number > 1 else ''}### {number} of {len(result.completions)}\n")
+            self._write_text(ending.text)
+
+    def _write_text(self, text: str) -> None:
+        self._out.write(text if text.endswith("\n") else text + "\n")
 
 
 def _json_line(result: Result) -> str:
     usage = result.usage
-    line = {
+    line: dict[str, Any] = {
         "prompt": result.prompt,
         "text": result.text,
         "finish_reason": result.finish_reason,
@@ -113,6 +133,8 @@ def _json_line(result: Result) -> str:
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
     }
+    if result.completions:
+        line["completions"] = result.completions
     if result.error is not None:
         line["error"] = result.error
     return msgspec.json.encode(line).decode() + "\n"

@@ -45,7 +45,7 @@ class Dispatcher:
             if delivery is None:
                 continue
             delivery.on_delta(delta)
-            if delta.finish_reason is not None:
+            if delta.finish_reason is not None and delta.is_terminal:
                 self._forget(delivery)
 
     def fail_all(self, error: RepertoryError) -> None:

@@ -17,11 +17,18 @@ from tokenizers import Tokenizer as TextTokenizer
 from ...gpu.executor import Capacity
 from ...gpu.models.source import resolve_model
 from ...protocol.config import EngineConfig, checked
-from ...protocol.errors import EngineDeadError, EngineDrainingError, QueueFullError, RepertoryError, ValidationError
+from ...protocol.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    QueueFullError,
+    RepertoryError,
+    UnsupportedError,
+    ValidationError,
+)
 from ...protocol.ids import RequestId, request_ids, show_request_id
 from ...protocol.messages import Abort, Admit, Credit, Submit, Tokenized
-from ...protocol.outputs import EngineStats
-from ...protocol.sampling import SamplingParams
+from ...protocol.outputs import BeamSearchOutput, EngineStats
+from ...protocol.sampling import BeamSearchParams, SamplingParams, check_beams
 from ..company import Company
 from ..device import DeviceOpener, check_buildable
 from ..devices.keeper import DeviceKeeper
@@ -29,6 +36,7 @@ from ..devices.making import device_maker
 from ..devices.process import HOST_COMMAND
 from ..observing.logs import configure_logging, logger
 from ..observing.start import say_ready, say_start
+from .beam_search import Search, run_search, sequences_of
 from .stream import Delivery, RequestStream
 
 SETTLE_S = 5.0
@@ -228,6 +236,51 @@ class Engine:
             delivery.fail(QueueFullError(f"{company.scheduler.inbox.bound} requests are on their way already"))
         return stream
 
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams, *, cache_salt: str | None = None) -> BeamSearchOutput:
+        """The most likely continuations of a prompt (text, token ids, or chat messages); see `beam_search.py` for the rules.
+
+        Raises `RequestError` where prompt or parameters are wrong. Cancelling it frees all it holds.
+        """
+        company = self._living()
+        check_beams(params)
+        if not company.scheduler.core.policy.admits_beside(1):
+            policy = self.config.scheduling_policy
+            raise UnsupportedError(f"scheduling_policy {policy!r} lets no beam follow another", field="scheduling_policy")
+        started = time.monotonic()
+        submit = self._submission(prompt, SamplingParams(max_tokens=params.max_tokens), None, cache_salt=cache_salt)
+        tokenized, admit = await anyio.to_thread.run_sync(company.resolver.resolve, submit)
+        prompt_ids = tokenized.token_ids
+        room = company.scheduler.core.max_length - len(prompt_ids)
+        ends = company.resolver.eos_token_ids
+        search = Search(params, eos_token_ids=ends, max_tokens=min(params.max_tokens, room))
+
+        def ask(token_ids: list[int], parent: RequestId | None, step: SamplingParams) -> RequestStream:
+            part = msgspec.structs.replace(
+                admit,
+                request_id=self._new_id(),
+                token_ids=prompt_ids + token_ids,
+                params=step,
+                stop_token_ids=[],
+                holds=True,
+                follows=parent,
+            )
+            return self.start_resolved((Tokenized(part.request_id, None, part.token_ids), part), params=step)
+
+        found = await run_search(search, ask)
+        # Decodes whole texts: not on the loop.
+        sequences = await anyio.to_thread.run_sync(sequences_of, found, prompt_ids, search.eos_token_ids, self.tokenizer)
+        self._log.info(
+            "request.finished",
+            request_id=show_request_id(submit.request_id),
+            label=submit.label,
+            finish_reason=sequences[0].finish_reason,
+            e2e_s=round(time.monotonic() - started, 6),
+            num_prompt_tokens=len(prompt_ids),
+            num_output_tokens=sum(len(beam.token_ids) for beam in found),
+            num_sequences=len(found),
+        )
+        return BeamSearchOutput(sequences)
+
     def _submission(self, prompt: Prompt, params: SamplingParams | None, label: str | None, **fields: Any) -> Submit:
         params = SamplingParams() if params is None else params
         if label is not None and not isinstance(label, str):
@@ -249,13 +302,13 @@ class Engine:
     def _stream(self, delivery: Delivery) -> RequestStream:
         return RequestStream(delivery, self._abort_nowait, self._grant, credit_window=self.config.credit_window)
 
-    def _grant(self, request_id: RequestId, num_tokens: int) -> None:
+    def _grant(self, request_id: RequestId, num_tokens: int, index: int) -> None:
         """Tell the scheduler that a reader has taken tokens; if there is no room, again a little later."""
         if self._company is None or self._death is not None:
             return
-        if not self._company.scheduler.inbox.post_nowait(Credit(request_id, num_tokens)):
+        if not self._company.scheduler.inbox.post_nowait(Credit(request_id, num_tokens, index)):
             # Not left to the reader's next turn: it may wait for the very token that this credit is for.
-            asyncio.get_running_loop().call_later(RETRY_S, self._grant, request_id, num_tokens)
+            asyncio.get_running_loop().call_later(RETRY_S, self._grant, request_id, num_tokens, index)
 
     async def abort(self, request_id: str) -> None:
         """Abort the requests that have this label now. Unknown labels are a no-op; later requests are not touched."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -19,11 +19,14 @@ from tqdm import tqdm
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDeadError, ValidationError, shorten
-from ...protocol.outputs import RequestOutput
-from ...protocol.sampling import SamplingParams
+from ...protocol.outputs import BeamSearchOutput, RequestOutput
+from ...protocol.sampling import BeamSearchParams, SamplingParams, check_beams
 from .engine import Engine, Prompt, first_of
 
 Messages = list[dict[str, Any]]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class LLM:
@@ -68,6 +71,15 @@ class LLM:
         listed: list[Prompt] = [messages] if single else list(messages)  # type: ignore[list-item, arg-type]
         return self._complete(listed, _spread(sampling_params, len(listed)), use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt; results in the order of the prompts, each the best first.
+
+        The whole list is validated before any starts: a wrong one raises its `RequestError`.
+        """
+        return self._call(self._run_searches, _listed(prompts), params, use_tqdm)
+
     def close(self) -> None:
         """Stop the engine and its thread. Idempotent."""
         self._close()
@@ -79,11 +91,15 @@ class LLM:
         self.close()
 
     def _complete(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        return self._call(self._run, prompts, params, use_tqdm)
+
+    def _call(self, function: Callable[[Unpack[Ts]], Awaitable[T]], *arguments: *Ts) -> T:
+        """Run `function` on the engine's loop; interrupted, it is cancelled."""
         if not self._close.alive:
             raise EngineDeadError("this LLM has been closed")
-        run: Future[list[RequestOutput]] | None = None
+        run: Future[T] | None = None
         try:
-            run = self._portal.start_task_soon(self._run, prompts, params, use_tqdm)
+            run = self._portal.start_task_soon(function, *arguments)
             return run.result()
         except ExceptionGroup as group:
             raise first_of(group) from None
@@ -106,11 +122,31 @@ class LLM:
                 async with limit, engine.start_resolved(resolved[index], params=finals[index]) as stream:
                     async for output in stream:
                         outputs[index] = output
-                        meter.add(len(output.outputs[0].token_ids))
+                        meter.add(sum(len(completion.token_ids) for completion in output.outputs))
 
             async with anyio.create_task_group() as group:
                 for index in range(len(prompts)):
                     group.start_soon(complete, index)
+        return [output for output in outputs if output is not None]
+
+    async def _run_searches(self, prompts: list[Prompt], params: BeamSearchParams, use_tqdm: bool) -> list[BeamSearchOutput]:
+        engine = self.engine
+        check_beams(params)
+        sampling = SamplingParams(max_tokens=params.max_tokens)
+        await anyio.to_thread.run_sync(engine.resolve_all, prompts, [sampling] * len(prompts))
+        outputs: list[BeamSearchOutput | None] = [None] * len(prompts)
+        # No more beams at a time than may run: what holds KV for its children and waits for others' would only lose it.
+        limit = anyio.CapacityLimiter(max(1, engine.config.running_limit // params.beam_width))
+        with tqdm(total=len(prompts), unit="prompt", disable=not (use_tqdm and sys.stderr.isatty())) as bar:
+
+            async def search(index: int) -> None:
+                async with limit:
+                    outputs[index] = await engine.beam_search(prompts[index], params)
+                bar.update()
+
+            async with anyio.create_task_group() as group:
+                for index in range(len(prompts)):
+                    group.start_soon(search, index)
         return [output for output in outputs if output is not None]
 
 

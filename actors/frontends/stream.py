@@ -17,8 +17,9 @@ import msgspec
 from ...protocol.errors import Problem, RepertoryError, error_from, problem_of
 from ...protocol.ids import RequestId
 from ...protocol.messages import Metrics, Submit, TextDelta, Tokenized
-from ...protocol.outputs import CompletionOutput, RequestOutput
-from ...protocol.sampling import OutputKind
+from ...protocol.outputs import RequestOutput
+from ...protocol.sampling import MAX_N, FinishReason, OutputKind
+from .completion import Completion
 
 GRANTS_PER_WINDOW = 4
 """Credit is granted in quarters of the window: a message for hundreds of tokens, and never a reader that waits for it."""
@@ -34,23 +35,24 @@ class Delivery:
         self.arrival_s = submit.arrival_s
         self.prompt = submit.prompt if isinstance(submit.prompt, str) else None
         self.prompt_token_ids: list[int] = []
-        self._text = ""  # what its reader has taken; the copy that adding to it makes is then of a string that is read anyway
-        self._new_text = ""
-        self.token_ids: list[int] = []
+        params = submit.params
+        # Read before anybody has checked it: what is no sensible number is refused, and needs no completions.
+        num_completions = params.n if type(params.n) is int and 1 <= params.n <= MAX_N else 1
+        self.completions = [Completion(index, has_logprobs=params.logprobs is not None) for index in range(num_completions)]
         self.last: TextDelta | None = None
         self.metrics: Metrics | None = None
         self.problem: Problem | None = None
         """Why no terminal will come: refused, or the engine has stopped."""
+        self.is_over = False
+        """Whether its terminal has come."""
         self.is_closed = False
-        self.num_seen_tokens = 0
-        """Tokens its reader has taken."""
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_ended(self) -> bool:
         """Whether the terminal has come, or never will."""
-        return self.problem is not None or (self.last is not None and self.last.finish_reason is not None)
+        return self.is_over or self.problem is not None
 
     def on_tokenized(self, message: Tokenized) -> None:
         """The prompt as the model sees it."""
@@ -59,15 +61,24 @@ class Delivery:
 
     def on_delta(self, delta: TextDelta) -> None:
         """New text; the terminal is the last."""
-        self._new_text += delta.text
-        self.token_ids += delta.token_ids
+        self.completions[delta.index].on_delta(delta)
         self.last = delta
         if delta.metrics is not None:
             self.metrics = msgspec.structs.replace(delta.metrics, arrival=self.arrival_s)
-        if delta.problem is not None and not self.token_ids and delta.problem.kind != "RequestFailedError":
-            self.problem = delta.problem  # refused: nothing came, and nothing will
-        self._has_news = self.problem is None and (self.kind != "final_only" or delta.finish_reason is not None)
+        if delta.finish_reason is not None and delta.is_terminal:
+            self._end(delta, delta.finish_reason)
+        elif self.kind != "final_only":
+            self._has_news = True
         self._wake()
+
+    def _end(self, delta: TextDelta, finish_reason: FinishReason) -> None:
+        self.is_over = True
+        for completion in self.completions:
+            completion.end(finish_reason, delta.stop_reason)  # those that never came to open
+        is_fault = delta.problem is not None and delta.problem.kind != "RequestFailedError"
+        if is_fault and not any(completion.token_ids for completion in self.completions):
+            self.problem = delta.problem  # refused: nothing came, and nothing will
+        self._has_news = self.problem is None
 
     def fail(self, error: RepertoryError) -> None:
         """No terminal will come. What has arrived can still be read."""
@@ -110,23 +121,15 @@ class Delivery:
     def _output(self) -> RequestOutput:
         assert self.last is not None
         self._has_news = False
-        last = self.last
-        new_text, self._new_text = self._new_text, ""
-        token_ids = self.token_ids
-        if self.kind == "delta":
-            text, token_ids = new_text, token_ids[self.num_seen_tokens :]
-        else:
-            text = self._text = self._text + new_text
-        self.num_seen_tokens = len(self.token_ids)
-        completion = CompletionOutput(
-            index=0, text=text, token_ids=list(token_ids), finish_reason=last.finish_reason, stop_reason=last.stop_reason
-        )
+        last, kind, completions = self.last, self.kind, self.completions
+        # Most have one, and a loop in brackets is a call.
+        outputs = [completions[0].take(kind)] if len(completions) == 1 else [one.take(kind) for one in completions]
         return RequestOutput(
             request_id=self.label,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            finished=last.finish_reason is not None,
+            outputs=outputs,
+            finished=self.is_over,
             num_cached_tokens=last.num_cached_tokens,
             metrics=self.metrics,
         )
@@ -143,7 +146,7 @@ class RequestStream:
         self,
         delivery: Delivery,
         abort: Callable[[RequestId], None],
-        grant: Callable[[RequestId, int], None],
+        grant: Callable[[RequestId, int, int], None],
         *,
         credit_window: int,
     ) -> None:
@@ -152,12 +155,16 @@ class RequestStream:
         self._abort = abort
         self._grant = grant
         self._grant_from = max(1, credit_window // GRANTS_PER_WINDOW)
-        self._num_granted = 0
 
     @property
     def request_id(self) -> str:
         """The client's label, or the engine's id where there was none."""
         return self._delivery.label
+
+    @property
+    def id(self) -> RequestId:
+        """The engine's id."""
+        return self._delivery.request_id
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -174,11 +181,12 @@ class RequestStream:
         return output
 
     def _take_note(self) -> None:
-        """The reader has taken an item: as many tokens more may be generated for it."""
-        taken = self._delivery.num_seen_tokens - self._num_granted
-        if taken >= self._grant_from and not self._delivery.has_ended:
-            self._num_granted += taken
-            self._grant(self._delivery.request_id, taken)
+        """The reader has taken an item: as many tokens more may be generated of each completion."""
+        for completion in self._delivery.completions:
+            taken = completion.num_seen_tokens - completion.num_granted
+            if taken >= self._grant_from and completion.finish_reason is None:
+                completion.num_granted += taken
+                self._grant(self._delivery.request_id, taken, completion.index)
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended. Idempotent."""

@@ -1,13 +1,14 @@
 """What the Detokenizer decides, without its channels: tokens and ends in, text and terminals out.
 
-A request is known here from its `Open` to its terminal. Whatever happens, each gets one terminal:
+A request is known here from its `Open` to its terminal, and each of its sequences to its own end. Whatever happens,
+each sequence that opened ends once, and the end of the last one is the request's one terminal:
 
-| what happens | terminal | also |
+| what happens | the sequence's end | also |
 | --- | --- | --- |
-| a stop string is complete | "stop", the string | `Abort(stop)`, unless the scheduler ended it too |
+| a stop string is complete | "stop", the string | `Abort(stop)` of it, unless the scheduler ended it too |
 | the scheduler ends it | the scheduler's reason | |
-| it is refused (or aborted while it waited) | "error" (or "abort") | |
-| its text raises | "error" | `Abort(error)`, unless the scheduler ended it too |
+| its request is refused (or aborted while it waited) | "error" (or "abort") | |
+| its text raises | "error" | `Abort(error)` of it, unless the scheduler ended it too |
 
 Anything that arrives for a request after its terminal is dropped: ids are never reused, so the last
 `REMEMBERED` closed ones are kept to tell a late message from a request that never opened.
@@ -16,61 +17,79 @@ Anything that arrives for a request after its terminal is dropped: ids are never
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from tokenizers import Tokenizer
 
-from ...protocol.errors import Problem, problem_of
+from ...protocol.errors import problem_of
 from ...protocol.ids import RequestId
-from ...protocol.messages import Abort, Metrics, Open, Refused, SequenceEnd, TextDelta, TokensSampled
+from ...protocol.messages import ALL_SEQUENCES, Abort, Open, Refused, SequenceEnd, TextDelta, TokenLogprobs, TokensSampled
 from ...protocol.sampling import FinishReason
 from .decode import Vocabulary
-from .machine import TextMachine
+from .live import LiveRequest
 
 REMEMBERED = 4096
 """Closed requests that are remembered; more than can end while a message is under way."""
+
+NOTHING: list[TokenLogprobs] = []
+
+Key = tuple[RequestId, int]
+"""A sequence: its request and its index there."""
 
 
 class DetokenizerCore:
     """The state table and rules of the Detokenizer. `len` is the number of live requests.
 
     A core that takes another's place is told which requests are `closed`, and which are `awaited`: they will be
-    opened again, and what is said of them before is left out.
+    opened again, and what is said of them before is left out. Of those it is told which sequences have ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, closed: Iterable[RequestId] = (), awaited: Iterable[RequestId] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        closed: Iterable[RequestId] = (),
+        awaited: Mapping[RequestId, Collection[int]] | None = None,
+    ) -> None:
         self._vocabulary = Vocabulary(tokenizer)
-        self._live: dict[RequestId, _Live] = {}
+        self._live: dict[RequestId, LiveRequest] = {}
         self._closed: OrderedDict[RequestId, None] = OrderedDict.fromkeys(closed)
-        self._awaited = set(awaited)
+        self._awaited = dict(awaited or {})
 
     def __len__(self) -> int:
         return len(self._live)
 
     def on_tokens(self, message: TokensSampled) -> tuple[list[TextDelta], list[Abort]]:
-        """Take a step's tokens: requests that open, then tokens, then ends. One delta a request at most."""
+        """Take a step's tokens: requests that open, then tokens, then ends. One delta a sequence at most."""
         deltas: list[TextDelta] = []
         aborts: list[Abort] = []
-        ends = {end.request_id: end for end in message.ended}
         for opening in message.opened:
-            failure = self._open(opening)
-            if failure is not None:
-                self._add(failure, ends, deltas, aborts)
+            self._open(opening, message.ended, deltas, aborts)
         for request_id, num_preemptions in message.preempted:
             if request_id in self._live:
                 self._live[request_id].num_preemptions = num_preemptions
-        for request_id, token_ids in _by_request(message).items():
+        ends = self._ends(message.ended, deltas)
+        logprobs = _logprobs_by_sequence(message)
+        at = message.sampled_s
+        for request_id, index, token_ids in _by_sequence(message, ends):
             live = self._live.get(request_id)
-            if live is None:
-                if request_id in ends and request_id not in self._awaited:
-                    deltas += self.on_refused(Refused(request_id, ends[request_id].problem))  # it never opened
+            if live is None or index not in live.machines:
                 continue
+            end = ends.get((request_id, index)) if ends else None
+            details = logprobs.get((request_id, index), NOTHING) if logprobs else NOTHING
             try:
-                delta = live.advance(token_ids, ends.get(request_id), message.sampled_s)
+                delta = live.advance(index, token_ids, details, end, at)
             except Exception as error:
-                # One request's text must not stop the others': its terminal carries the error.
-                delta = live.failed(token_ids, problem_of(error), message.sampled_s)
-            self._add(delta, ends, deltas, aborts)
+                # One sequence's text must not stop the others': its end carries the error.
+                delta = live.failed(index, token_ids, problem_of(error), at)
+            deltas.append(delta)
+            if delta.finish_reason is None:
+                continue
+            if end is None:
+                reason = "error" if delta.finish_reason == "error" else "stop"
+                aborts.append(Abort(request_id, reason, index if live.num_sequences > 1 else None))
+            if delta.is_terminal:
+                self._close(request_id)
         return deltas, aborts
 
     def on_refused(self, message: Refused) -> list[TextDelta]:
@@ -81,29 +100,40 @@ class DetokenizerCore:
         live = self._live.get(request_id)
         self._close(request_id)
         if live is not None:
-            return [live.refused(problem)]
+            return live.refused(problem)
         reason: FinishReason = "abort" if problem is None else "error"
         return [TextDelta(request_id, "", [], reason, problem.message if problem else None, problem)]
 
-    def _open(self, opening: Open) -> TextDelta | None:
+    def _ends(self, ended: list[SequenceEnd], deltas: list[TextDelta]) -> dict[Key, SequenceEnd]:
+        """Ends by sequence, that of a whole request at each which has not ended. Those of requests that never opened are
+        added to `deltas`.
+        """
+        ends: dict[Key, SequenceEnd] = {}
+        for end in ended:
+            live = self._live.get(end.request_id)
+            if live is None:
+                if end.request_id not in self._awaited:
+                    deltas += self.on_refused(Refused(end.request_id, end.problem))
+            elif end.index == ALL_SEQUENCES:
+                for index in live.machines:
+                    ends.setdefault((end.request_id, index), end)
+            else:
+                ends[end.request_id, end.index] = end
+        return ends
+
+    def _open(self, opening: Open, ended: list[SequenceEnd], deltas: list[TextDelta], aborts: list[Abort]) -> None:
         request_id = opening.request_id
         if request_id in self._live or request_id in self._closed:
-            return None
-        self._awaited.discard(request_id)
+            return
+        have_ended = self._awaited.pop(request_id, ())
         try:
-            self._live[request_id] = _Live(TextMachine(self._vocabulary, opening), opening)
+            self._live[request_id] = LiveRequest(self._vocabulary, opening, ended=have_ended)
         except Exception as error:
             problem = problem_of(error)
-            return TextDelta(request_id, "", [], "error", problem.message, problem, opening.num_cached_tokens)
-        return None
-
-    def _add(self, delta: TextDelta, ends: dict[RequestId, SequenceEnd], deltas: list[TextDelta], aborts: list[Abort]) -> None:
-        deltas.append(delta)
-        if delta.finish_reason is None:
-            return
-        self._close(delta.request_id)
-        if delta.request_id not in ends:
-            aborts.append(Abort(delta.request_id, "error" if delta.finish_reason == "error" else "stop"))
+            deltas.append(TextDelta(request_id, "", [], "error", problem.message, problem, opening.num_cached_tokens))
+            self._close(request_id)
+            if all(end.request_id != request_id for end in ended):
+                aborts.append(Abort(request_id, "error"))
 
     def _close(self, request_id: RequestId) -> None:
         self._live.pop(request_id, None)
@@ -112,102 +142,26 @@ class DetokenizerCore:
             self._closed.popitem(last=False)
 
 
-class _Live:
-    """A request between its `Open` and its terminal."""
-
-    __slots__ = ("first_token_s", "last_token_s", "machine", "num_preemptions", "opening")
-
-    def __init__(self, machine: TextMachine, opening: Open) -> None:
-        self.machine = machine
-        self.opening = opening
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-        self.num_preemptions = 0
-
-    def advance(self, token_ids: list[int], end: SequenceEnd | None, sampled_s: float) -> TextDelta:
-        """Take ids and perhaps the scheduler's end; a stop string complete by then wins over the end."""
-        is_first = self.first_token_s is None
-        piece = self.machine.push(token_ids, ends_with_stop_token=end is not None and end.finish_reason == "stop")
-        text, num_tokens, stop = piece.text, piece.num_tokens, piece.stop
-        if num_tokens:
-            self._saw_tokens(sampled_s)
-        if stop is None and end is not None:
-            rest = self.machine.finish()
-            text, stop = text + rest.text, rest.stop
-        if num_tokens < len(token_ids):
-            token_ids = token_ids[:num_tokens]
-        if end is not None:
-            self.num_preemptions = end.num_preemptions
-        if stop is not None:
-            return self._terminal(text, token_ids, "stop", stop_reason=stop, metrics=self._metrics(sampled_s))
-        if end is not None:
-            stop_reason = end.problem.message if end.problem is not None else end.stop_token_id
-            metrics = self._metrics(sampled_s)
-            return self._terminal(
-                text, token_ids, end.finish_reason, stop_reason=stop_reason, problem=end.problem, metrics=metrics
-            )
-        return TextDelta(
-            self.opening.request_id,
-            text,
-            token_ids,
-            num_cached_tokens=self.opening.num_cached_tokens,
-            metrics=self._metrics(None) if is_first else None,
-        )
-
-    def failed(self, token_ids: list[int], problem: Problem, sampled_s: float) -> TextDelta:
-        """The terminal of a request whose text raised: its ids count, what was held is lost."""
-        if token_ids:
-            self._saw_tokens(sampled_s)
-        metrics = self._metrics(sampled_s)
-        return self._terminal("", token_ids, "error", stop_reason=problem.message, problem=problem, metrics=metrics)
-
-    def refused(self, problem: Problem | None) -> TextDelta:
-        """The terminal of an open request that is ended from outside, with the text held so far."""
-        try:
-            text = self.machine.finish().text
-        except Exception as error:
-            text, problem = "", problem or problem_of(error)
-        reason: FinishReason = "abort" if problem is None else "error"
-        stop_reason = problem.message if problem is not None else None
-        return self._terminal(text, [], reason, stop_reason=stop_reason, problem=problem, metrics=self._metrics(None))
-
-    def _terminal(
-        self,
-        text: str,
-        token_ids: list[int],
-        reason: FinishReason,
-        *,
-        stop_reason: str | int | None,
-        metrics: Metrics,
-        problem: Problem | None = None,
-    ) -> TextDelta:
-        opening = self.opening
-        return TextDelta(opening.request_id, text, token_ids, reason, stop_reason, problem, opening.num_cached_tokens, metrics)
-
-    def _saw_tokens(self, sampled_s: float) -> None:
-        if self.first_token_s is None:
-            self.first_token_s = sampled_s
-        self.last_token_s = sampled_s
-
-    def _metrics(self, finished_s: float | None) -> Metrics:
-        """`arrival` is when the request was queued: the frontend, which knows better, replaces it."""
-        queued_s = self.opening.queued_s
-        return Metrics(
-            arrival=queued_s,
-            queued=queued_s,
-            first_scheduled=self.opening.first_scheduled_s,
-            first_token=self.first_token_s,
-            last_token=self.last_token_s,
-            finished=finished_s,
-            num_preemptions=self.num_preemptions,
-        )
+def _by_sequence(message: TokensSampled, ends: Iterable[Key]) -> list[tuple[RequestId, int, list[int]]]:
+    """The message's ids by sequence, in their order; an end without ids has an empty list."""
+    request_ids, token_ids = message.request_ids, message.token_ids
+    if not ends and not message.indices and len(set(request_ids)) == len(request_ids):
+        return [(request_id, 0, [token_id]) for request_id, token_id in zip(request_ids, token_ids, strict=True)]
+    grouped: dict[Key, list[int]] = {}
+    indices = message.indices or [0] * len(token_ids)
+    for key, token_id in zip(zip(request_ids, indices, strict=True), token_ids, strict=True):
+        grouped.setdefault(key, []).append(token_id)
+    for key in ends:
+        grouped.setdefault(key, [])
+    return [(request_id, index, given) for (request_id, index), given in grouped.items()]
 
 
-def _by_request(message: TokensSampled) -> dict[RequestId, list[int]]:
-    """The message's ids by request, in their order; an end without ids has an empty list."""
-    grouped: dict[RequestId, list[int]] = {}
-    for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
-        grouped.setdefault(request_id, []).append(token_id)
-    for end in message.ended:
-        grouped.setdefault(end.request_id, [])
+def _logprobs_by_sequence(message: TokensSampled) -> dict[Key, list[TokenLogprobs]]:
+    """What the message says of its ids' probabilities, by sequence; nothing where nobody asks."""
+    grouped: dict[Key, list[TokenLogprobs]] = {}
+    if message.logprobs:
+        indices = message.indices or [0] * len(message.token_ids)
+        for key, details in zip(zip(message.request_ids, indices, strict=True), message.logprobs, strict=True):
+            if details is not None:
+                grouped.setdefault(key, []).append(details)
     return grouped

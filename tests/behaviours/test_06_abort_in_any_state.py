@@ -10,7 +10,7 @@ import pytest
 
 from repertory import RequestOutput, RequestStream
 from repertory.actors.text.prompts import PromptReader
-from repertory.tests.engine.stage import PATIENCE_S, answer_of, greedy, last_of, prompt_of, read_all, until
+from repertory.tests.engine.stage import PATIENCE_S, answer_of, greedy, last_of, prompt_of, read_all, seeded, until
 
 VICTIM = prompt_of(20, 1)
 OTHER = prompt_of(9, 2)
@@ -227,3 +227,21 @@ async def test_aborts_at_any_moment_leave_the_others_as_they_were(open_small, se
         else:
             assert answer_of(output) == expected
     await s.check_clean()
+
+
+@pytest.mark.parametrize("num_outputs", [0, 1, 4])
+async def test_a_request_of_several_sequences(open_small, num_outputs):
+    s = await open_small()
+    bystander = s.begin(OTHER, LONG)
+    params = seeded(3, 200, n=3)
+    stream = s.engine.generate(prompt_of(10, 1), params, "victim")
+    outputs = [await anext(stream) for _ in range(num_outputs)]
+    for _ in range(2):
+        await s.engine.abort("victim")
+    outputs += await read_all(stream)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for index, completion in enumerate(outputs[-1].outputs):
+        expected = s.device.reference(prompt_of(10, 1), params, 60, index=index)
+        assert completion.finish_reason == "abort"
+        assert completion.token_ids == expected[: len(completion.token_ids)]
+    await check_rest(s, bystander)

@@ -110,3 +110,19 @@ async def test_a_draw_is_named_by_its_output_position(stage):
     outputs = await s.ask_all(requests)
     assert [output.outputs[0].token_ids for output in outputs] == [s.alone(*request).token_ids for request in requests]
     await s.check_clean()
+
+
+async def test_each_of_several_completions_has_a_stream_of_its_own_that_depends_on_nothing_else(real, check_clean):
+    several = SamplingParams(temperature=0.8, seed=42, max_tokens=16, ignore_eos=True, n=3)
+    engine = await real()
+    alone = [one.token_ids for one in (await last_of(engine.generate(PROMPT, several))).outputs]
+    assert len({tuple(token_ids) for token_ids in alone}) == 3
+    assert alone[0] == await tokens(engine.generate(PROMPT, SEEDED)), "the first is what a single one draws"
+    small = await real(num_device_blocks=12, max_num_batched_tokens=5)
+    small._company.scheduler.core.planner.reserve.blocks = lambda growth: 0
+    streams = [*neighbours(small, max_tokens=6), small.generate(PROMPT, several)]
+    outputs = await asyncio.gather(*map(last_of, streams))
+    assert [one.token_ids for one in outputs[-1].outputs] == alone
+    assert outputs[-1].metrics.num_preemptions > 0
+    await check_clean(engine)
+    await check_clean(small)

@@ -212,7 +212,13 @@ async def until(condition: Callable[[], bool]) -> None:
 def _opener(knobs: dict[str, Any], devices: list[SimulatedExecutor]) -> Callable[[EngineConfig, Path], SimulatedExecutor]:
     def open_device(config: EngineConfig, model_dir: Path) -> SimulatedExecutor:
         sizes = {"num_device_blocks": config.num_device_blocks or 256, "max_model_len": config.max_model_len or 4096}
-        defaults = {"block_size": config.block_size, "vocab_size": 320, "reserved_ids": {EOS}, "record": True}
+        defaults = {
+            "block_size": config.block_size,
+            "vocab_size": 320,
+            "reserved_ids": {EOS},
+            "record": True,
+            "wait_for_fences": True,
+        }
         devices.append(SimulatedExecutor(**{**sizes, **defaults, **knobs}))
         return devices[0]
 

@@ -23,10 +23,10 @@ async def test_every_reader_gets_the_tokens_that_came_and_then_the_error(stage, 
     streams = [s.engine.generate(prompt_of(9, seed), greedy(50, output_kind=kind), f"{seed}") for seed in range(3)]
     waiting = asyncio.ensure_future(read_all(s.engine.generate(prompt_of(9, 7), greedy(50, output_kind="final_only"))))
     deliveries = s.engine._company.dispatcher._deliveries
-    while not all(len(d.token_ids) >= 2 for d in deliveries.values() if d.kind == kind):
+    while not all(len(d.completions[0].token_ids) >= 2 for d in deliveries.values() if d.kind == kind):
         await s.gate.step()
     await s.gate.arrival()
-    counts = [len(d.token_ids) for d in deliveries.values() if d.kind == kind]
+    counts = [len(d.completions[0].token_ids) for d in deliveries.values() if d.kind == kind]
     s.gate._inner = burn
     s.gate.open()
     for stream, seed, count in zip(streams, range(3), counts, strict=True):
