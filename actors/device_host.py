@@ -31,7 +31,7 @@ import zmq.asyncio
 from ..gpu.executor import Executor
 from ..protocol.config import EngineConfig
 from ..protocol.errors import problem_of
-from ..protocol.messages import CopyDone, DeviceOpened, Heartbeat, OpenDevice, OpeningFailed, StepDone, StepFailed
+from ..protocol.messages import CopyDone, DeviceOpened, DeviceShared, Heartbeat, OpenDevice, OpeningFailed, StepDone, StepFailed
 from .device import open_executor
 from .devices.codec import FromHost, LaneFailed, ToHost, decode_to_host, encode
 from .devices.threads import DeviceThreads
@@ -58,7 +58,9 @@ class DeviceHost:
             pass  # nothing else makes sense yet
         configure_logging(opening.config.log_format, opening.config.log_level)
         threads = DeviceThreads(
-            lambda: self._open_executor(opening.config, Path(opening.model_dir)), on_message=self._on_message
+            opening.epoch,
+            lambda: self._open_executor(opening.config, Path(opening.model_dir)),
+            on_message=self._on_message,
         )
         beats = asyncio.create_task(self._beat(opening))
         try:
@@ -92,7 +94,7 @@ class DeviceHost:
             await self._socket.send(encode(Heartbeat(opening.epoch)))
             await asyncio.sleep(period_s)
 
-    def _on_message(self, message: StepDone | StepFailed | CopyDone | LaneFailed) -> None:
+    def _on_message(self, message: StepDone | StepFailed | CopyDone | LaneFailed | DeviceShared) -> None:
         self._send(message)
         if isinstance(message, StepFailed | LaneFailed):
             self._failed.set()

@@ -18,6 +18,7 @@ from ..protocol.messages import (
     Credit,
     DeviceLost,
     DeviceReady,
+    DeviceShared,
     Refused,
     Resend,
     RunStep,
@@ -29,7 +30,7 @@ from .observing.logs import logger
 from .scheduling.core import SchedulerCore
 from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
 
-SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceLost | DeviceReady
+SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
 
 SendToDevice = Callable[[RunStep | CopyBlocks, float | None], None]
 """Takes a step or a copy and how long it should take, over one ordered link."""
@@ -119,6 +120,8 @@ class Scheduler:
                 self.core.on_closed(message)
             case Resend():
                 self.core.on_resend(message, now)
+            case DeviceShared():
+                self.core.on_device_shared(message)
             case DeviceLost():
                 if self.core.on_device_lost(message, now):
                     self._on_culprit()

@@ -19,10 +19,14 @@ Implementations: `simulated/` (no torch, memory that remembers who wrote what), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..protocol.capacity import Capacity as Capacity
 from ..protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
+
+Watch = Callable[[], str | None]
+"""Says what has changed about other processes on the device since the last call, in words; None: nothing has."""
 
 
 class Executor(Protocol):
@@ -36,6 +40,11 @@ class Executor(Protocol):
     @property
     def num_sequences(self) -> int:
         """Sequences the device remembers: 0 when everything has ended and been swept."""
+        ...
+
+    @property
+    def watch(self) -> Watch | None:
+        """Looks who else uses the device; None: nobody can tell. Called now and then, from any thread."""
         ...
 
     def run_step(self, step: RunStep) -> StepDone:

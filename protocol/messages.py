@@ -13,7 +13,8 @@ state, and the per-step ones carry columns: one message a step, never one a toke
     Tokenizer, Scheduler --Refused--> Detokenizer               (ends that never opened)
     Detokenizer --Abort(stop), Closed, Resend-->  Scheduler
     frontend  --Credit--------->  Scheduler
-    device host --DeviceOpened, Heartbeat, StepDone-->  its keeper  --DeviceLost, DeviceReady-->  Scheduler
+    device host --DeviceOpened, Heartbeat, StepDone, CopyDone, DeviceShared-->  its keeper
+    keeper --StepDone, CopyDone, DeviceShared, DeviceLost, DeviceReady-->  Scheduler
 
 Times are seconds on the sending process's monotonic clock unless a name says otherwise.
 """
@@ -307,6 +308,13 @@ class Heartbeat(Message, frozen=True):
     """The device host's loop is alive. Sent several times within `heartbeat_timeout_s`."""
 
     epoch: Epoch
+
+
+class DeviceShared(Message, frozen=True):
+    """Another process has come to use the device, or has gone: how fast copies are has to be measured again."""
+
+    epoch: Epoch
+    reason: str
 
 
 class DeviceLost(Message, frozen=True):

@@ -14,6 +14,7 @@ from ...protocol.messages import (
     CopyDirection,
     CopyDone,
     DeviceOpened,
+    DeviceShared,
     Heartbeat,
     Message,
     OpenDevice,
@@ -34,7 +35,7 @@ class LaneFailed(Message, frozen=True):
 
 
 ToHost = OpenDevice | RunStep | CopyBlocks
-FromHost = DeviceOpened | OpeningFailed | Heartbeat | StepDone | CopyDone | StepFailed | LaneFailed
+FromHost = DeviceOpened | OpeningFailed | Heartbeat | StepDone | CopyDone | DeviceShared | StepFailed | LaneFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from ...protocol.capacity import Capacity
 from ...protocol.ids import Epoch
-from ...protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
+from ...protocol.messages import CopyBlocks, CopyDone, DeviceShared, RunStep, StepDone
 
-OnAnswer = Callable[[StepDone | CopyDone], None]
+OnAnswer = Callable[[StepDone | CopyDone | DeviceShared], None]
 """Called on the event loop for each step and each copy that has ended, in order within each timeline only."""
 
 

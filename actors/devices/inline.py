@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ...gpu.executor import Executor
 from ...protocol.capacity import Capacity
-from ...protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone, StepFailed
+from ...protocol.ids import Epoch
+from ...protocol.messages import CopyBlocks, CopyDone, DeviceShared, RunStep, StepDone, StepFailed
 from .codec import LaneFailed, in_words
 from .device import OnAnswer
 from .threads import DeviceThreads
@@ -16,9 +17,9 @@ from .threads import DeviceThreads
 class InlineDevice:
     """Implements `Device`. It is lost when a step or a lane raises, and cannot die otherwise without the whole process."""
 
-    def __init__(self, open_executor: Callable[[], Executor], on_answer: OnAnswer) -> None:
+    def __init__(self, epoch: Epoch, open_executor: Callable[[], Executor], on_answer: OnAnswer) -> None:
         self._on_answer = on_answer
-        self._threads = DeviceThreads(open_executor, self._on_message)
+        self._threads = DeviceThreads(epoch, open_executor, self._on_message)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> Capacity:
@@ -37,8 +38,8 @@ class InlineDevice:
         """Wait for the step and the copies that run, then close the device."""
         await self._threads.aclose()
 
-    def _on_message(self, message: StepDone | StepFailed | CopyDone | LaneFailed) -> None:
-        if isinstance(message, StepDone | CopyDone):
+    def _on_message(self, message: StepDone | StepFailed | CopyDone | LaneFailed | DeviceShared) -> None:
+        if isinstance(message, StepDone | CopyDone | DeviceShared):
             self._on_answer(message)
         elif not self._lost.done():
             self._lost.set_result(in_words(message))

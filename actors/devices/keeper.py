@@ -17,14 +17,14 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDeadError
 from ...protocol.ids import Epoch
-from ...protocol.messages import CopyBlocks, CopyDone, DeviceLost, DeviceReady, RunStep, StepDone
+from ...protocol.messages import CopyBlocks, CopyDone, DeviceLost, DeviceReady, DeviceShared, RunStep, StepDone
 from ..observing.logs import logger
 from .budget import RestartBudget
 from .device import Device, MakeDevice
 
 RETRY_S = 0.001
 
-ToScheduler = StepDone | CopyDone | DeviceLost | DeviceReady
+ToScheduler = StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
 Post = Callable[[ToScheduler], bool]
 """Puts a message into the scheduler's inbox; False when that is full."""
 
@@ -102,13 +102,15 @@ class DeviceKeeper:
         self._deliver(DeviceLost(self.epoch, reason))
         await anyio.sleep(wait_s)
 
-    def _on_answer(self, message: StepDone | CopyDone) -> None:
+    def _on_answer(self, message: StepDone | CopyDone | DeviceShared) -> None:
         if message.epoch != self.epoch or self._device is None:
             return
         if isinstance(message, StepDone):
             self.num_sequences = message.num_sequences
             if message.token_ids:
                 self.on_progress()
+        elif isinstance(message, DeviceShared):
+            self._log.info("device.shared", epoch=message.epoch, reason=message.reason)
         elif not message.ok:
             self._log.warning(
                 "copy.failed",

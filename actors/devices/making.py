@@ -24,7 +24,7 @@ def device_maker(
 
     def in_a_thread(epoch: Epoch, on_answer: OnAnswer) -> Device:
         opener = open_device or open_executor
-        return InlineDevice(lambda: opener(config, model_dir), on_answer)
+        return InlineDevice(epoch, lambda: opener(config, model_dir), on_answer)
 
     def in_a_process(epoch: Epoch, on_answer: OnAnswer) -> Device:
         return ProcessDevice(epoch, config, model_dir, on_answer=on_answer, command=host_command)

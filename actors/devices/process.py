@@ -37,6 +37,7 @@ from ...protocol.messages import (
     CopyBlocks,
     CopyDone,
     DeviceOpened,
+    DeviceShared,
     Heartbeat,
     OpenDevice,
     OpeningFailed,
@@ -182,6 +183,8 @@ class ProcessDevice:
                 self._log.warning("link.bad_message", reason=str(error), num_bytes=len(frame))
                 continue
             match message:
+                case DeviceShared():
+                    self._on_answer(message)
                 case StepDone() | CopyDone():
                     self._overdue.answered(message, time.monotonic())
                     self._on_answer(message)

@@ -143,6 +143,11 @@ EVENTS: Mapping[str, Event] = {
             "restart_in_s": "until the next one is opened, s; none: the engine gives up",
         },
     ),
+    "device.shared": Event(
+        "info",
+        "another process has come to use the device, or has gone; the speed of copies is measured again",
+        {"epoch": "which life of the device", "reason": "who"},
+    ),
     "device.ready": Event("info", "a new device has taken over", {"epoch": "which life of the device"}),
     "copy.failed": Event(
         "warning",

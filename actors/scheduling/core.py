@@ -41,6 +41,7 @@ from ...protocol.messages import (
     Credit,
     DeviceLost,
     DeviceReady,
+    DeviceShared,
     Refused,
     Resend,
     RunStep,
@@ -423,6 +424,11 @@ class SchedulerCore:
             error = RequestFailedError(f"the device died {seq.num_deaths} times while it computed this request")
             self._end(self._requests[seq.request_id], "error", now, problem=problem_of(error))
         return bool(culprits)
+
+    def on_device_shared(self, message: DeviceShared) -> None:
+        """Somebody else uses the device now, or no more: what was measured of its lanes is out of date."""
+        if message.epoch == self.epoch:
+            self.pressure.cost.measure_again()
 
     def on_device_ready(self, message: DeviceReady) -> None:
         """A new device has taken over, and remembers nothing."""

@@ -127,6 +127,11 @@ class CostModel:
         """No step ran for this long because every sequence that could run waited for blocks on their way in."""
         self._lanes["in"].waited_s += seconds
 
+    def measure_again(self) -> None:
+        """The lanes are not what they were: the next copy each way says how fast they are now."""
+        for lane in self._lanes.values():
+            lane.forget_rate()
+
     def reset(self) -> None:
         """The device is gone and its queues with it. What its lanes did still tells how fast the next one's are."""
         for lane in self._lanes.values():
@@ -245,6 +250,11 @@ class _Lane:
         self.rate = _believable(rate)
         self._num_copies = CALIBRATION_COPIES
         self._mean_bytes = self._mean_s = 0.0  # of the size of the first copy that follows
+
+    def forget_rate(self) -> None:
+        self._num_copies = 0
+        self._mean_bytes = self._mean_s = 0.0
+        self.waited_s = self._copied_s = 0.0
 
     def on_sent(self, num_bytes: int) -> None:
         self._queue.append(num_bytes)

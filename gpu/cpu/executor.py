@@ -79,6 +79,11 @@ class CpuExecutor:
         return self._capacity
 
     @property
+    def watch(self) -> None:
+        """Who shares the cores shows in every step (`CoreWatch`)."""
+        return None
+
+    @property
     def num_sequences(self) -> int:
         """Sequences admitted and not released."""
         return len(self._slots)

@@ -72,6 +72,8 @@ class SimulatedExecutor:
     """Called with each step, its fences met, before anything of it is applied; may raise."""
     step_seconds: Callable[[RunStep], float] | None = None
     """What `StepDone.seconds` reports; None: the time that the step took here."""
+    watch: Callable[[], str | None] | None = None
+    """What the device says of other processes that use it."""
     on_copy: Callable[[CopyBlocks], None] | None = None
     """Called with each copy, its fences met, before it is applied; may raise, which fails it, or block."""
     fail_copies: Callable[[CopyBlocks], bool] | None = None

@@ -86,6 +86,11 @@ class ConstantExecutor:
         """There is no host tier to copy to."""
         return CopyDone(copy.epoch, copy.copy_id, copy.direction, 0, 0.0, ok=False, reason="there is no host tier")
 
+    @property
+    def watch(self) -> None:
+        """Nobody else is looked for."""
+        return None
+
     def interrupt(self) -> None:
         """Nothing ever waits."""
 

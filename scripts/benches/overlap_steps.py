@@ -75,6 +75,11 @@ class RecordingExecutor:
         """Run the copy."""
         return self._inner.copy_blocks(copy)
 
+    @property
+    def watch(self) -> None:
+        """Nobody else is looked for."""
+        return None
+
     def interrupt(self) -> None:
         """Interrupt the inner one."""
         self._inner.interrupt()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from repertory.actors.devices import swap_manager
+from repertory.actors.devices import swap_manager, threads
 from repertory.actors.devices.inline import InlineDevice
 from repertory.gpu.simulated import SimulatedExecutor
-from repertory.protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
+from repertory.protocol.ids import Epoch
+from repertory.protocol.messages import CopyBlocks, CopyDone, DeviceShared, RunStep, StepDone
 
 from .work import PATIENCE_S, copy_of, empty_step, fences, until
 
@@ -34,7 +35,7 @@ class Stand:
 
         self.executor.close = close  # type: ignore[method-assign]
         self.answers: list[StepDone | CopyDone] = []
-        self.device = InlineDevice(lambda: self.executor, self.answers.append)
+        self.device = InlineDevice(Epoch(1), lambda: self.executor, self.answers.append)
 
     def send(self, *messages: RunStep | CopyBlocks) -> None:
         for message in messages:
@@ -192,9 +193,23 @@ async def test_a_device_that_did_not_open_has_no_lanes(stand: Open) -> None:
     def fail() -> SimulatedExecutor:
         raise OSError("no device")
 
-    device = InlineDevice(fail, print)
+    device = InlineDevice(Epoch(1), fail, print)
     with pytest.raises(OSError, match="no device"):
         await device.open()
     device.send(copy_of("out", 1), None)
     await device.aclose()
     assert lanes_alive() == []
+
+
+async def test_a_neighbour_on_the_device_is_reported_and_watching_ends_with_the_device():
+    said = iter([None, "process 7 has come"])
+    stand = Stand(watch=lambda: next(said, None))
+    threads.WATCH_S, wait_s = 0.0, threads.WATCH_S
+    try:
+        await stand.device.open()
+        await until(lambda: stand.answers)
+    finally:
+        threads.WATCH_S = wait_s
+    assert stand.answers == [DeviceShared(Epoch(1), "process 7 has come")]
+    await stand.device.aclose()
+    assert stand.device._threads._watching is None

@@ -513,3 +513,15 @@ def test_a_victim_that_shares_most_of_its_blocks_ranks_behind_one_that_frees_the
     facts = victim()
     decision = cost.choose("auto", facts)
     assert per_block(decision, 10) > per_block(decision, 249)
+
+
+def test_after_a_disturbance_the_next_copy_alone_says_how_fast_a_lane_is() -> None:
+    model = costs()
+    for _ in range(50):
+        model.on_copy_sent("out", 10**9)
+        model.on_copy_done(CopyDone(Epoch(1), CopyId(1), "out", 10**9, 0.1))
+    assert model.rate("out") == pytest.approx(1e10, rel=0.01)
+    model.measure_again()
+    model.on_copy_sent("out", 10**9)
+    model.on_copy_done(CopyDone(Epoch(1), CopyId(2), "out", 10**9, 1.0))
+    assert model.rate("out") == pytest.approx(1e9)

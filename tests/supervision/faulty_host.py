@@ -19,7 +19,7 @@ import msgspec
 
 from repertory.actors.device import open_executor
 from repertory.actors.device_host import main
-from repertory.gpu.executor import Executor
+from repertory.gpu.executor import Executor, Watch
 from repertory.protocol.capacity import Capacity
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.ids import SequenceId
@@ -93,6 +93,11 @@ class FaultyExecutor:
         """Run the copy, or die of it."""
         self._history.suffer("copying", copy.copy_id, frozenset())
         return self._inner.copy_blocks(copy)
+
+    @property
+    def watch(self) -> Watch | None:
+        """The inner one's."""
+        return self._inner.watch
 
     def interrupt(self) -> None:
         """Interrupt the inner one."""
