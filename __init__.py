@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from .protocol.errors import RequestFailedError as RequestFailedError
     from .protocol.errors import UnsupportedError as UnsupportedError
     from .protocol.errors import ValidationError as ValidationError
+    from .protocol.outputs import BeamSearchOutput as BeamSearchOutput
+    from .protocol.outputs import BeamSearchSequence as BeamSearchSequence
     from .protocol.outputs import BlockCounts as BlockCounts
     from .protocol.outputs import CompletionOutput as CompletionOutput
     from .protocol.outputs import EngineStats as EngineStats
+    from .protocol.outputs import Logprob as Logprob
     from .protocol.outputs import RequestMetrics as RequestMetrics
     from .protocol.outputs import RequestOutput as RequestOutput
+    from .protocol.sampling import BeamSearchParams as BeamSearchParams
     from .protocol.sampling import SamplingParams as SamplingParams
 
 _HOMES = {
@@ -55,8 +59,17 @@ _HOMES = {
         "UnsupportedError",
         "ValidationError",
     ),
-    "protocol.outputs": ("BlockCounts", "CompletionOutput", "EngineStats", "RequestMetrics", "RequestOutput"),
-    "protocol.sampling": ("SamplingParams",),
+    "protocol.outputs": (
+        "BeamSearchOutput",
+        "BeamSearchSequence",
+        "BlockCounts",
+        "CompletionOutput",
+        "EngineStats",
+        "Logprob",
+        "RequestMetrics",
+        "RequestOutput",
+    ),
+    "protocol.sampling": ("BeamSearchParams", "SamplingParams"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -52,8 +52,11 @@ class FakeStream:
 
     def _output(self, text, ids, end):
         reason, stop_reason = end or (None, None)
-        completion = CompletionOutput(0, text, ids, finish_reason=reason, stop_reason=stop_reason)
-        return RequestOutput("1", None, [0] * 10, [completion], finished=reason is not None, num_cached_tokens=4)
+        completions = [
+            CompletionOutput(index, text * (index + 1), ids, finish_reason=reason, stop_reason=stop_reason)
+            for index in range(self.params.n)
+        ]
+        return RequestOutput("1", None, [0] * 10, completions, finished=reason is not None, num_cached_tokens=4)
 
 
 def two_words(_prompt):

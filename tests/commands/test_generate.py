@@ -64,6 +64,36 @@ def test_the_flags_reach_the_engine_and_the_request(repertory, fake_engine):
     assert engine.streams[0].prompt == "hi"
 
 
+def test_several_completions_come_under_headings(repertory, fake_engine):
+    engine = fake_engine(lambda prompt: (["a", "\n"], ("stop", None)))
+    assert repertory(engine, "--n", "3", "hi") == (0, "### 1 of 3\na\n\n### 2 of 3\na\na\n\n### 3 of 3\na\na\na\n", "")
+    assert engine.streams[0].params.n == 3
+    out = repertory(engine, "--n", "2", "hi", "ho")[1]
+    assert out == "".join(
+        f"{gap}## {number}. {prompt}\n### 1 of 2\na\n\n### 2 of 2\na\na\n"
+        for gap, number, prompt in (("", 1, "hi"), ("\n", 2, "ho"))
+    )
+
+
+def test_a_json_line_has_all_completions_where_there_are_several(repertory, fake_engine):
+    line = json.loads(repertory(fake_engine(), "--n", "2", "--json", "hi")[1])
+    assert (line["text"], line["finish_reason"]) == ("Hello world", "stop")
+    assert line["completions"] == [
+        {"index": 0, "text": "Hello world", "finish_reason": "stop"},
+        {"index": 1, "text": "Hello worldHello world", "finish_reason": "stop"},
+    ]
+    assert line["usage"]["completion_tokens"] == 4
+    assert "completions" not in json.loads(repertory(fake_engine(), "--json", "hi")[1])
+
+
+@pytest.mark.parametrize("n", ["0", "129", "1000000"])
+def test_a_number_of_completions_out_of_range_is_refused_before_the_engine_starts(repertory, fake_engine, n):
+    engine = fake_engine()
+    status, _, err = repertory(engine, "--n", n, "hi")
+    assert status == 2 and "n must be 1 to 128" in err
+    assert engine.config is None
+
+
 def test_a_stop_may_look_like_a_flag_and_takes_nothing_else_along(repertory, fake_engine):
     engine = fake_engine()
     repertory(engine, "--stop", "--seed", "--seed", "1", "hi")

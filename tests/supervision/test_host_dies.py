@@ -222,14 +222,14 @@ async def block_and_see(hosts: Hosts, seconds: float, **settings: Any) -> None:
     engine = await hosts.open("simulated", step_s=0.25, **settings)  # longer than from one judgement to the next
     tasks = begin(engine, requests)
     scheduler = engine._company.scheduler
-    really, count = scheduler._worker, itertools.count()
+    really, count = scheduler._device, itertools.count()
 
     def send(step: RunStep, predicted_s: float | None) -> None:
         really(step, predicted_s)
         if next(count) in (2, 9):
             time.sleep(seconds)
 
-    scheduler._worker = send
+    scheduler._device = send
     assert await results(tasks) == expected
     assert next(count) > 9
     assert (await engine.stats()).num_restarts == 0
