@@ -109,5 +109,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Preemptions by recompute for want of room on the host."""
     num_failed_copies: int = 0
     """Copies between the tiers that failed: what they should have brought was computed again."""
+    step_wait_s: float = 0.0
+    """Seconds that steps waited on the device for copies."""
+    fetch_wait_s: float = 0.0
+    """Seconds in which no step ran because everything that could run was being copied in."""
     num_computed_tokens: int = 0
     """Rows' tokens computed by all steps so far: what the cache saved is what this lacks."""

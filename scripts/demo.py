@@ -1,10 +1,11 @@
-"""A dozen chats at once, sharing the KV of their common system prompt.
+"""A dozen chats at once, sharing the KV of their common system prompt; or what happens when KV memory runs out.
 
 usage: scripts/demo [--max-tokens N]
+       scripts/demo pressure [--stories N] [--max-tokens N]
 
-Loads the demo model (SmolLM2-135M-Instruct, from a PyPI package), asks it twelve questions at the
+Both load the demo model (SmolLM2-135M-Instruct, from a PyPI package). The first asks it twelve questions at the
 same moment, shows the answers as they stream in side by side, and then what each request cost:
-how soon its first token came, and how much of its prompt it found computed already.
+how soon its first token came, and how much of its prompt it found computed already. The second is `demos/pressure.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from demos import pressure
 from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
@@ -168,12 +171,36 @@ async def run(max_tokens: int) -> int:
     return 0
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    """A kind of argument."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"at least {least}, not {text}")
+        return int(text)
+
+    return number
+
+
+def parse() -> argparse.Namespace:
+    """The arguments: `show` is "pressure", or None for the chats."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo", description="Without a name: a dozen chats at once, sharing the KV of their common system prompt."
+    )
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens an answer may have (default: %(default)s)")
+    words = "KV memory runs out: requests give way to others, by swap or recompute, and lose nothing by it"
+    other = parser.add_subparsers(dest="show", title="another demo").add_parser("pressure", help=words, description=words)
+    other.add_argument("--stories", type=_at_least(2), default=12, help="requests at once (default: %(default)s)")
+    other.add_argument("--max-tokens", type=_at_least(8), default=80, help="tokens of each (default: %(default)s)")
+    return parser.parse_args()
+
+
 def main() -> int:
     """Parse the arguments and run."""
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--max-tokens", type=int, default=48, help="tokens an answer may have (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parse()
     try:
+        if arguments.show == "pressure":
+            return asyncio.run(pressure.run(arguments.stories, arguments.max_tokens))
         return asyncio.run(run(arguments.max_tokens))
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -110,7 +110,7 @@ EVENTS: Mapping[str, Event] = {
         {
             "request_id": "the one that gave way",
             "mode": "recompute or swap",
-            "num_tokens": "tokens it had computed, count",
+            "num_tokens": "tokens of its prompt and output so far, count",
             "num_freed_blocks": "device blocks that became free, count",
             "num_preemptions": _PREEMPTIONS + " so far, count",
             "swap_s": "what copying its blocks out and in is expected to cost everyone, s",

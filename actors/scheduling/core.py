@@ -321,7 +321,7 @@ class SchedulerCore:
             return
         draft = self._steps.pop(message.step_id)
         self.pacer.on_done(message.seconds, now)
-        self.pressure.cost.on_step_waited(message.waited_s)
+        self.pressure.on_step_done(message.waited_s)
         if draft.num_prefills:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
@@ -559,6 +559,8 @@ class SchedulerCore:
             num_fetching=len(self.queues.fetching),
             num_swap_fallbacks=self.pressure.num_fallbacks,
             num_failed_copies=self.pressure.num_failed_copies,
+            step_wait_s=self.pressure.step_wait_s,
+            fetch_wait_s=self.pressure.fetch_wait_s,
             num_computed_tokens=self.num_computed_tokens,
         )
 

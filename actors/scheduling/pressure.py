@@ -48,6 +48,8 @@ class Pressure:
         """Preemptions that should have been swaps, had there been room on the host."""
         self.num_failed_copies = 0
         self.num_bytes = {"out": 0, "in": 0}
+        self.step_wait_s = 0.0
+        self.fetch_wait_s = 0.0
         self._still_since: float | None = None
 
     # ---- giving up ------------------------------------------------------------------------------
@@ -135,6 +137,11 @@ class Pressure:
         self.num_failed_copies += not done.ok
         return self.cache.on_copy_done(done.direction, done.copy_id, ok=done.ok)
 
+    def on_step_done(self, waited_s: float) -> None:
+        """A step has ended that had waited this long for copies."""
+        self.cost.on_step_waited(waited_s)
+        self.step_wait_s += waited_s
+
     def on_still(self, now: float) -> None:
         """Nothing runs, and somebody waits for a fetch."""
         if self._still_since is None:
@@ -144,6 +151,7 @@ class Pressure:
         """A step is on its way, or nobody waits any more."""
         if self._still_since is not None:
             self.cost.on_fetch_waited(now - self._still_since)
+            self.fetch_wait_s += now - self._still_since
             self._still_since = None
 
     def reset(self, cache: KVCache) -> None:

@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/bench pressure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=40, help="default: 40")
+    parser.add_argument("--requests", type=int, help="default: 40, 24 with --real")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="of the copies, GB/s each way (default: 2 20 50)")
     parser.add_argument("--real", action="store_true", help="the CPU executor and the demo model, instead of virtual time")
@@ -71,9 +71,9 @@ def main() -> int:
     if options.real:
         from pressure_on_cpu import serve_for_real  # it brings torch
 
-        return serve_for_real(options.requests, options.seed, options.repetitions)
+        return serve_for_real(options.requests or 24, options.seed, options.repetitions)
     runs = {
-        (rate, mode): serve(mode, rate, options.requests, options.seed)
+        (rate, mode): serve(mode, rate, options.requests or 40, options.seed)
         for rate, mode in track([(rate, mode) for rate in options.rates for mode in MODES], "serving")
     }
     console = Console(width=None if sys.stdout.isatty() else 120)
