@@ -1,13 +1,15 @@
 """The actors of an embedded engine: who there is, how they are joined, in which order they come and go.
 
-    Submit, Abort            Admit, Abort              RunStep
+    Submit, Abort            Admit, Abort              RunStep, StepDone
     frontend ----> Tokenizer ----------> Scheduler <==========> Worker
-        ^              | Refused             | TokensSampled   StepDone
-        |              v                     v
+        ^              | Refused             |   <==========> SwapManager
+        |              v                     |  CopyBlocks, CopyDone
         +---------- Detokenizer <------------+
-          TextOut        | Abort(stop) --> Scheduler
+          TextOut        | Abort(stop)        TokensSampled
+                         v
+                     Scheduler
 
-All of them share the application's event loop; the device has a process of its own, or a thread.
+All of them share the application's event loop; the device has a process of its own, or threads.
 No circle of waiting: the frontend never waits, the detokenizer waits only for the frontend, the
 scheduler only for the detokenizer, the tokenizer for both.
 

@@ -107,6 +107,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that wait for blocks on their way from the host."""
     num_swap_fallbacks: int = 0
     """Preemptions by recompute for want of room on the host."""
+    num_host_hits: dict[str, int] = {}
+    """Choices between copying in ("fetch") what only the host holds and computing it again ("recompute")."""
     num_failed_copies: int = 0
     """Copies between the tiers that failed: what they should have brought was computed again."""
     step_wait_s: float = 0.0

@@ -204,6 +204,15 @@ class KVCache:
         """
         return self.mover is not None and self.mover.swap_out(holding, later)
 
+    def cancel_unwanted(self) -> bool:
+        """Make available what is being copied in and nobody waits for; whether there was any."""
+        return self.mover is not None and self.mover.cancel_unwanted()
+
+    def unpin(self, holding: Holding) -> None:
+        """The host need not keep anything for a sequence that holds nothing: it will not be back soon."""
+        if self.host is not None:
+            self.host.unpin(holding.seq_id)
+
     def swap_facts(self, holding: Holding) -> SwapFacts:
         """What giving up `holding` would take and leave. Changes nothing."""
         num_alone = num_unsaved = 0
@@ -310,7 +319,9 @@ class KVCache:
         if root is None:
             return self.blocks_for(len(log)) - self.num_available
         match = self.tree.match(root, log, len(log) - 1)
-        return self.blocks_for(len(log)) - len(match.blocks) + match.num_unlocked - self.num_available
+        beyond = self.tree.beyond(match, log, len(log) - 1) if self.host is not None else None
+        num_found = len(match.blocks) + (beyond.num_moving if beyond is not None else 0)
+        return self.blocks_for(len(log)) - num_found + match.num_unlocked - self.num_available
 
     def is_alone(self, holding: Holding, log: TokenLog, num_computed: int) -> bool:
         """Whether no other sequence has or computes the tokens after `num_computed`. Changes nothing."""

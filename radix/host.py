@@ -10,8 +10,8 @@
                 being missed; of one that is not, the deepest descendant goes first.
 
 A preempted sequence *pins* its path: those host blocks stay. Only another preemption may take them, of a sequence
-before it in order, and then the pin goes as a whole. A copy that nobody wants any more is cancelled: it runs to its
-end on the device, and the blocks it touches are handed on under its fence.
+before it in order, and then the pin goes as a whole. A copy that nobody wants any more is cancelled when its blocks
+are wanted: it runs to its end on the device, and the blocks it touches are handed on under its fence.
 
     invariant                                                          kept by
     ----------------------------------------------------------------   --------------------------------
@@ -57,10 +57,15 @@ class HostTier:
         """Host blocks that could be written to without taking a preempted sequence's."""
         return self.pool.num_free + self.num_evictable
 
-    def room(self, later: Iterable[SequenceId]) -> int:
-        """Host blocks that a preempted sequence may have, those included that sequences behind it keep alone."""
+    def room(self, wanted: int, later: Iterable[SequenceId]) -> int:
+        """Host blocks that a preempted sequence may have, about `wanted` if there are.
+
+        Those count that `later`, sequences behind it in order, keep alone.
+        """
         count = self.num_available
         for seq_id in later:
+            if count >= wanted:
+                break
             for node in _upwards(self._pins.get(seq_id)):
                 if node.pins > 1:
                     break
@@ -114,8 +119,7 @@ class HostTier:
         """
         missing = self.missing(node)
         count = sum(len(step.blocks) - len(step.host_blocks) for step in missing)
-        later = list(later)
-        if count > self.num_available and count > self.room(later):
+        if count > self.room(count, later):
             return False  # no pin is to go for nothing
         for seq_id in later:
             if count <= self.num_available:
@@ -128,7 +132,7 @@ class HostTier:
     def rescue(self, node: Node) -> bool:
         """`node` is about to be evicted, and host runs hang below it: copy what it lacks. False: there is no room."""
         count = len(node.blocks) - len(node.host_blocks)
-        if count > (self.num_available if node.pins else self.pool.num_free):
+        if count > (self.num_available if node.pins else self._room_ahead(count)):
             return False
         self._copy_out([self._uncopied(node)])
         return True
@@ -147,17 +151,23 @@ class HostTier:
 
     def _copy_ahead(self, node: Node, most: int) -> int:
         count = min(most, len(node.blocks) - len(node.host_blocks))
-        if count > self.pool.num_free + self._num_cold(count - self.pool.num_free):
-            return 0
-        self._copy_out([node], count)
+        count = min(count, self._room_ahead(count))
+        if count:
+            self._copy_out([node], count)
         return count
 
-    def _num_cold(self, wanted: int) -> int:
-        """Least recently used host blocks that are not on the device, up to `wanted`.
+    def _room_ahead(self, wanted: int) -> int:
+        """Free host blocks, and those of the least recently used runs that are not on the device, about `wanted` if there are.
 
-        To displace copies of what is on the device would be to copy in circles: those are near eviction too.
+        To displace copies of what is on the device would be to copy in circles: those are near eviction too. One that
+        stands first, because whoever holds it has not let go of it for long, goes to the end.
         """
-        found = 0
+        for _ in range(LOOK_AHEAD):
+            first = next(iter(self._idle), None)
+            if first is None or not first.blocks:
+                break
+            self._idle.move_to_end(first)
+        found = self.pool.num_free
         for node, count in self._idle.items():
             if found >= wanted or node.blocks:
                 break

@@ -53,7 +53,8 @@ class Mover:
     def swap_out(self, holding: Holding, later: Iterable[SequenceId]) -> bool:
         """Copy what only `holding` locks to the host and keep its path there; it is released next.
 
-        `later`: preempted sequences behind it in order, the last first, whose host blocks it may take. False, and
+        `later`: preempted sequences behind it in order, the last first, whose host blocks it may take (read more than
+        once). False, and
         nothing is copied or kept, when there is no room.
         """
         assert holding.node is not None, "swapped out without holding anything"
@@ -137,6 +138,13 @@ class Mover:
             if holding in job.waiting:  # else it has just ended
                 job.waiting.remove(holding)
         holding.jobs = set()
+
+    def cancel_unwanted(self) -> bool:
+        """Give back the device blocks of copies in that no sequence waits for; whether there were any."""
+        unwanted = [job for job in self.host.lanes.jobs() if job.anchor is not None and not job.waiting]
+        for job in reversed(unwanted):  # the deeper ones of a path first
+            self.host.cancel(job)
+        return bool(unwanted)
 
     def cancel_all(self, root: Node) -> None:
         """Nobody wants anything below `root` any more."""

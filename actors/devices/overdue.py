@@ -22,12 +22,14 @@ _WORDS: dict[Timeline, str] = {"step": "a step", "copy_out": "a copy out", "copy
 class Patience(NamedTuple):
     """How long an operation may take: its prediction and then `factor` times that, or `least_s` where it is more.
 
-    One of which nobody knows how long it should take may take `unpredicted_s`.
+    One of which nobody knows how long it should take may take `unpredicted_s`. Copies have all of it `copies` times:
+    their lanes give way to whoever wants their core, so that a busy machine takes them for tens of times as long.
     """
 
     least_s: float
     factor: float
     unpredicted_s: float
+    copies: float = 6.0
 
 
 class _Operation(NamedTuple):
@@ -73,10 +75,11 @@ class Overdue:
         if began is None:
             return
         seconds, predicted_s = now - began, self._unanswered[timeline][0].predicted_s
+        times = 1.0 if timeline == "step" else self._patience.copies
         if predicted_s is None:
-            if seconds > self._patience.unpredicted_s:
+            if seconds > times * self._patience.unpredicted_s:
                 yield f"{what} is overdue after {seconds:.1f} s"
-        elif seconds - predicted_s > max(self._patience.least_s, self._patience.factor * predicted_s):
+        elif seconds - predicted_s > times * max(self._patience.least_s, self._patience.factor * predicted_s):
             yield f"{what} is overdue by {seconds - predicted_s:.1f} s (it should have taken {predicted_s:.3f} s)"
 
     def _begin(self, now: float) -> None:

@@ -172,7 +172,8 @@ class SchedulerCore:
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
         queues = self.queues
-        num_free = max(0, self.config.running_limit - len(queues.running) - len(queues.recovery))
+        num_begun = len(queues.running) + len(queues.recovery) + len(queues.fetching)
+        num_free = max(0, self.config.running_limit - num_begun)
         if queues.num_waiting_requests - num_free >= self.config.max_num_queued:
             raise QueueFullError(f"{queues.num_waiting_requests} requests are waiting already (max_num_queued)")
 
@@ -448,9 +449,11 @@ class SchedulerCore:
         self.groups = SharedGroups(self.capacity.block_size)
         for seq in self._sequences.values():
             seq.holding = self.cache.open(seq.seq_id, seq.admit.cache_salt)
+            counts_hits = seq.counts_hits and seq.state is State.FETCHING  # what it found has not been counted
             if seq.state in (State.RUNNING, State.FETCHING):
                 self.queues.preempt(seq)
             seq.forget_device()
+            seq.counts_hits = seq.counts_hits or counts_hits
 
     def _new_cache(self) -> KVCache:
         return KVCache(
@@ -558,6 +561,7 @@ class SchedulerCore:
             num_paused=len(self.queues.paused),
             num_fetching=len(self.queues.fetching),
             num_swap_fallbacks=self.pressure.num_fallbacks,
+            num_host_hits=dict(self.telling.num_host_hits),
             num_failed_copies=self.pressure.num_failed_copies,
             step_wait_s=self.pressure.step_wait_s,
             fetch_wait_s=self.pressure.fetch_wait_s,

@@ -29,7 +29,7 @@ blocks are the first to go when a candidate lacks some.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from ...protocol.config import EngineConfig
 from ...protocol.ids import SequenceId
@@ -44,6 +44,18 @@ from .pressure import Pressure
 from .queues import Queues
 from .reserve import Reserve
 from .sequence import Sequence, State
+
+
+class Behind:
+    """The ids of those in `queue` that come after `rank`, the last first, found when they are asked for."""
+
+    def __init__(self, queue: list[Sequence], rank: tuple[int, int]) -> None:
+        self._queue = queue
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[SequenceId]:
+        return (seq.seq_id for seq in takewhile(lambda seq: seq.rank > self._rank, reversed(self._queue)))
+
 
 MOST_VICTIMS = 16
 """Sequences, the last in order, among which the cheapest to preempt is looked for."""
@@ -162,6 +174,8 @@ class Planner:
     def _make_room(self, draft: Draft, asker: Sequence) -> bool:
         """Get `asker` a block for its next token. False: it is not run in this step."""
         while not self.cache.grow(asker.holding, asker.num_computed + 1):
+            if self.cache.cancel_unwanted():
+                continue
             later = list(self.queues.later_than(asker))
             victim = self._cheapest(seq for seq in later if self._may_be_preempted(seq))
             if victim is None and (later or any(seq.rank > asker.rank for seq in self.queues.fetching.values())):
@@ -183,9 +197,9 @@ class Planner:
         decision = self.pressure.decide(seq, self._behind(seq))
         return per_block(decision, self.cache.num_freed_by(seq.holding))
 
-    def _behind(self, seq: Sequence) -> list[SequenceId]:
+    def _behind(self, seq: Sequence) -> Behind:
         """The preempted behind `seq` in order, the last first: whose host blocks it may have."""
-        return [other.seq_id for other in reversed(self.queues.recovery) if other.rank > seq.rank]
+        return Behind(self.queues.recovery, seq.rank)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
         return seq.has_gained and self.cache.num_freed_by(seq.holding) > 0
@@ -209,6 +223,7 @@ class Planner:
         """Its reader is out of credit: it lets go as in a preemption, and is in nobody's way until there is more."""
         if seq.state is State.RUNNING:
             self._let_go(seq)
+        self.cache.unpin(seq.holding)
         self.queues.pause(seq, now)
         self._on_pause(seq)
 
@@ -293,10 +308,13 @@ class Planner:
         if seq is None or seq.state is not State.PREEMPTED or seq.has_fetched_ahead or seq.is_out_of_credit or seq.in_flight:
             return
         growth = self._growth() if growth is None else growth
-        may_fetch = self._may_fetch(draft, [])
+        choices: list[Choice] = []
+        may_fetch = self._may_fetch(draft, choices)
         seq.has_fetched_ahead = self.cache.fetch_ahead(
             seq.holding, seq.log, spare=self.reserve.blocks(growth), may_fetch=may_fetch
         )
+        if seq.has_fetched_ahead:
+            self._on_host_hit(seq, choices[0])
 
     def _may_join(self, now: float) -> bool:
         """Whether waiting requests may come in, as far as policy and gathering go."""
@@ -416,6 +434,7 @@ class Planner:
         ):
             return advance
         if leader.num_computed < last or draft.computes(leader, last - 1):
+            assert advance.copy is None or draft.rows, "a copy in a step without rows"
             return advance._replace(must_wait=True)
         if seq.holding.num_tree_blocks != index or not self.cache.grow(seq.holding, last + 1):
             return advance

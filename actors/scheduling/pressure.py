@@ -56,14 +56,15 @@ class Pressure:
 
     def decide(self, seq: Sequence, later: Iterable[SequenceId]) -> Decision:
         """How `seq` would give its blocks up; `later` are the preempted behind it in order."""
-        host = self.cache.host
-        if host is None and self.mode == "auto":
-            return self.cost.choose("recompute", self._victim(seq, 0))
-        return self.cost.choose(self.mode, self._victim(seq, 0 if host is None else host.room(later)))
+        host, victim = self.cache.host, self._victim(seq)
+        if seq.is_held or (host is None and self.mode == "auto"):
+            return self.cost.choose("recompute", victim)  # it will not be back, or there is nowhere to go
+        if host is not None:
+            victim = victim._replace(num_host_blocks=host.room(victim.num_blocks_to_save, later))
+        return self.cost.choose(self.mode, victim)
 
     def give_up(self, seq: Sequence, later: Iterable[SequenceId]) -> Decision:
         """Decide, and save what is to be saved: `seq` is released next. Counted."""
-        later = list(later)
         decision = self.decide(seq, later)
         if decision.mode == "swap" and not self.cache.swap_out(seq.holding, later):
             decision = decision._replace(mode="recompute", reason="host full")
@@ -71,7 +72,7 @@ class Pressure:
         self.num_fallbacks += decision.reason == "host full"
         return decision
 
-    def _victim(self, seq: Sequence, num_host_blocks: int) -> Victim:
+    def _victim(self, seq: Sequence) -> Victim:
         size = self.cache.block_size
         facts = self.cache.swap_facts(seq.holding)
         num_full = min(seq.num_computed, len(seq.log)) // size
@@ -83,7 +84,7 @@ class Pressure:
             num_tail_tokens=len(seq.log) - min(num_full, (len(seq.log) - 1) // size) * size,
             num_blocks_to_save=facts.num_unsaved + num_new,
             num_blocks_to_fetch=facts.num_alone + num_new,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=0,
         )
 
     # ---- bringing back --------------------------------------------------------------------------

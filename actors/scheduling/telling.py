@@ -37,6 +37,7 @@ class Telling:
 
     def __init__(self) -> None:
         self.histories = Histories()
+        self.num_host_hits = {"fetch": 0, "recompute": 0}
         self._refused: list[Refused] = []
         self._ended: list[SequenceEnd] = []
         self._sampled: list[TokensSampled] = []
@@ -104,6 +105,7 @@ class Telling:
 
     def host_hit(self, seq: Sequence, choice: Choice) -> None:
         """`seq` was admitted with part of its tokens on the host."""
+        self.num_host_hits["fetch" if choice.fetch else "recompute"] += 1
         self._reports.append(HostHit(seq.request_id, choice.fetch, choice.num_tokens, choice.fetch_s, choice.recompute_s))
 
     def paused(self, seq: Sequence) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from repertory import RequestOutput, RequestStream
 from repertory.actors.text.prompts import PromptReader
+from repertory.tests.engine.copy_gate import CopyGate
 from repertory.tests.engine.stage import PATIENCE_S, answer_of, greedy, last_of, prompt_of, read_all, seeded, until
 
 VICTIM = prompt_of(20, 1)
@@ -165,6 +166,81 @@ async def test_a_request_that_was_preempted_for_recompute(open_small):
     await s.check_clean()
 
 
+class Swapped:
+    """An older request that needs the whole pool, and a victim that gives way to it by swap."""
+
+    def __init__(self, s):
+        self.s = s
+        self.core = s.engine._company.scheduler.core
+        self.out, self.into = CopyGate(s.device, "out"), CopyGate(s.device, "in")
+
+    def begin(self):
+        self.older = self.s.begin(OTHER, greedy(31))
+        self.reader = asyncio.ensure_future(read_all(self.s.engine.generate(prompt_of(9, 1), greedy(31), "victim")))
+
+    def is_on_host(self):
+        """Whether all that the victim keeps has been copied out."""
+        [node] = self.core.cache.host.pinned().values()
+        while node is not None and node.job_out is None:
+            node = node.parent
+        return node is None
+
+    async def abort_and_check(self):
+        """The victim ends as it should; what comes later for it is of nobody; others answer as if alone."""
+        newcomer = self.s.begin(prompt_of(9, 1), greedy(20))  # it wants the very blocks that are moving
+        await self.s.engine.abort("victim")
+        outputs = await self.reader
+        check_aborted(outputs, self.s.alone(prompt_of(9, 1), greedy(31)).token_ids)
+        assert outputs[-1].outputs[0].token_ids, "it had begun"
+        for gate in (self.s.gate, self.out, self.into):
+            gate.open()
+        assert answer_of(await self.older) == self.s.alone(OTHER, greedy(31))
+        assert answer_of(await newcomer) == self.s.alone(prompt_of(9, 1), greedy(20))
+        await self.s.check_clean()
+
+
+@pytest.fixture(params=["swap", "heuristic", "swap, no prefix cache"])
+async def swapped(open_small, request):
+    mode, _, is_alone = request.param.partition(", ")
+    sizes = {"num_device_blocks": 10, "num_host_blocks": 40, "max_num_batched_tokens": 64}
+    return Swapped(await open_small(**sizes, preemption_mode=mode, enable_prefix_caching=not is_alone))
+
+
+async def test_a_request_that_is_being_swapped_out(swapped):
+    swapped.out.shut()
+    swapped.begin()
+    await until(lambda: bool(swapped.core.queues.recovery) and swapped.out.num_held > 0)
+    assert swapped.core.stats().num_preemptions["swap"] == 1
+    await swapped.abort_and_check()
+
+
+async def test_a_request_that_is_swapped_out(swapped):
+    swapped.out.shut()
+    swapped.begin()
+    await until(lambda: bool(swapped.core.queues.recovery) and swapped.out.num_held > 0)
+    swapped.s.gate.shut()  # no step ends from here on, so nobody comes back
+    swapped.out.open()
+    await until(swapped.is_on_host)
+    assert swapped.core.queues.recovery
+    await swapped.abort_and_check()
+
+
+async def test_a_request_that_is_being_swapped_in(swapped):
+    swapped.into.shut()
+    swapped.begin()
+    await until(lambda: bool(swapped.core.queues.fetching) and swapped.into.num_held > 0)
+    await swapped.abort_and_check()
+
+
+async def test_a_request_whose_copy_in_fails_after_it_was_aborted(swapped):
+    swapped.s.device.fail_copies = lambda copy: copy.direction == "in"
+    swapped.into.shut()
+    swapped.begin()
+    await until(lambda: bool(swapped.core.queues.fetching) and swapped.into.num_held > 0)
+    await swapped.abort_and_check()
+    assert swapped.core.stats().num_failed_copies
+
+
 async def test_a_request_that_has_just_finished_keeps_its_own_end(open_small):
     s = await open_small()
     bystander = s.begin(OTHER, LONG)
@@ -198,10 +274,12 @@ async def test_an_unknown_id_is_a_harmless_no_op(open_small):
     await check_rest(s, bystander)
 
 
+@pytest.mark.parametrize("host", [0, 4, 40])
 @pytest.mark.parametrize("seed", range(6))
-async def test_aborts_at_any_moment_leave_the_others_as_they_were(open_small, seed):
+async def test_aborts_at_any_moment_leave_the_others_as_they_were(open_small, seed, host):
     draw = random.Random(seed)
-    s = await open_small(num_device_blocks=12, max_num_seqs=draw.choice([2, 4, 16]))
+    sizes = {"num_device_blocks": 12, "num_host_blocks": host, "max_num_seqs": draw.choice([2, 4, 16])}
+    s = await open_small(**sizes, preemption_mode="swap" if host else "auto")
     stems = [prompt_of(8, seed) for seed in range(3)]
     requests = [(draw.choice(stems) + prompt_of(draw.randint(1, 12), n), greedy(draw.randint(1, 14))) for n in range(30)]
 

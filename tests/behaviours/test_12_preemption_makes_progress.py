@@ -39,6 +39,30 @@ async def test_all_end_as_alone_with_a_bounded_number_of_preemptions(stage, log_
     await s.check_clean()
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 3, 100])
+@pytest.mark.parametrize("mode", ["auto", "recompute", "swap", "heuristic"])
+@pytest.mark.parametrize("settings", [{}, {"max_steps_in_flight": 1}, {"enable_prefix_caching": False}], ids=str)
+async def test_all_end_in_every_mode_with_any_host_pool(stage, log_lines, mode, num_host_blocks, settings):
+    s = await stage(block_size=4, num_device_blocks=10, preemption_mode=mode, num_host_blocks=num_host_blocks, **settings)
+    s.admit_carelessly()
+    requests = [(prompt_of(6, seed), greedy(18)) for seed in range(5)]
+    outputs = await s.ask_all(requests)
+    assert [answer_of(output) for output in outputs] == [s.alone(*request) for request in requests]
+    preempted = [line for line in log_lines if line["event"] == "scheduler.preempted"]
+    assert 0 < len(preempted) <= 5 * 6
+    stats = await s.engine.stats()
+    assert sum(stats.num_preemptions.values()) == len(preempted)
+    if mode == "recompute" or not num_host_blocks:
+        assert stats.num_preemptions["swap"] == 0
+    if not num_host_blocks:
+        assert stats.swap_out_bytes == stats.swap_in_bytes == 0
+    if mode == "swap" and num_host_blocks == 100:
+        assert stats.num_preemptions["recompute"] == 0
+    assert outputs[0].metrics.num_preemptions == 0, "the oldest gives way to nobody"
+    check_each_gained_between(preempted)
+    await s.check_clean()
+
+
 def check_each_gained_between(preempted):
     """Whoever is preempted again has more tokens than the time before."""
     tokens = defaultdict(list)

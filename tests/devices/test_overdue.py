@@ -12,7 +12,7 @@ LEAST, FACTOR, UNPREDICTED = 10.0, 20.0, 600.0
 
 @pytest.fixture
 def device() -> Overdue:
-    return Overdue(Patience(LEAST, FACTOR, UNPREDICTED))
+    return Overdue(Patience(LEAST, FACTOR, UNPREDICTED, copies=1.0))
 
 
 def step(number: int, copy_out: int = 0, copy_in: int = 0) -> RunStep:
@@ -121,7 +121,7 @@ def test_a_copy_waits_for_the_steps_and_the_copies_that_it_names(device: Overdue
 
 def test_a_copy_behind_another_counts_when_that_and_its_fences_are_done_in_either_order(device: Overdue) -> None:
     for first, second in ((stepped(1), copied("out", 1)), (copied("out", 1), stepped(1))):
-        device = Overdue(Patience(LEAST, FACTOR, UNPREDICTED))
+        device = Overdue(Patience(LEAST, FACTOR, UNPREDICTED, copies=1.0))
         device.sent(step(1), 100.0, now=0.0)
         device.sent(copy("out", 1), 100.0, now=0.0)
         device.sent(copy("out", 2, 1), 0.1, now=0.0)
@@ -148,3 +148,10 @@ def test_answers_to_nothing_are_no_harm(device: Overdue) -> None:
     device.sent(step(8), 0.1, now=1.0)
     assert device.verdict(11.0) is None
     assert device.verdict(11.2) is not None
+
+
+def test_a_copy_has_more_patience_than_a_step_since_its_lane_gives_way() -> None:
+    device = Overdue(Patience(LEAST, FACTOR, UNPREDICTED))
+    device.sent(copy("out", 1), 0.001, 0.0)
+    assert device.verdict(5.9 * LEAST) is None
+    assert device.verdict(6.1 * LEAST) is not None

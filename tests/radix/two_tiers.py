@@ -22,6 +22,10 @@ Place = frozenset[str]
 """Where a block is: of "device", "in" (on its way there), "host" and "out" (on its way there)."""
 
 
+A, B, C, D = ([10 * n + i for i in range(1, 9)] for n in (1, 2, 3, 4))
+"""Eight tokens each, of nothing in common."""
+
+
 @dataclass
 class Step:
     """A step as the device sees it: its fences, its copies, and its rows (table, tokens and namespace, start, end)."""
@@ -36,9 +40,7 @@ class TwoTiers:
     """A cache with a host tier, driven as the scheduler does, and its device. Sound after each move."""
 
     def __init__(self, num_blocks: int = 16, num_host_blocks: int = 16, block_size: int = 1, *, caching: bool = True) -> None:
-        self.cache = KVCache(
-            num_blocks, block_size, num_host_blocks=num_host_blocks, enable_prefix_caching=caching
-        )
+        self.cache = KVCache(num_blocks, block_size, num_host_blocks=num_host_blocks, enable_prefix_caching=caching)
         self.size = block_size
         self.seqs: dict[int, Seq] = {}
         self.device: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
@@ -77,7 +79,11 @@ class TwoTiers:
             self.step.copies.append(advance.copy)
         if advance.must_wait:
             return False
-        start, end = seq.num_computed, len(seq.log) if count is None else seq.num_computed + count
+        return self.compute(seq, len(seq.log) - seq.num_computed if count is None else count)
+
+    def compute(self, seq: Seq, count: int) -> bool:
+        """A row of `count` tokens in this step; False: there is no room."""
+        start, end = seq.num_computed, seq.num_computed + count
         if not self.cache.grow(seq.holding, end):
             return False
         self.cache.enter(seq.holding, seq.log, start, end)
@@ -279,3 +285,24 @@ def _place(node: Node, index: int) -> Place:
 
 def _numbers(after: Fences) -> tuple[int, int, int]:
     return after.step, after.copy_out, after.copy_in
+
+
+def on_host(tiers: TwoTiers, tokens: list[int]) -> None:
+    """Leave `tokens` on the host only."""
+    count = len(tokens) // tiers.size
+    tiers.remember(tokens)
+    tiers.cache.write_back(count)
+    tiers.copy()
+    tiers.cache.tree.evict(count)
+    tiers.look()
+    assert tiers.places(tokens) == ["host"] * count
+
+
+def swapped(tiers: TwoTiers, tokens: list[int]) -> Seq:
+    """A preempted sequence of `tokens`, whose blocks have been copied out and have left the device."""
+    seq = tiers.serve(tokens)
+    assert tiers.preempt(seq)
+    tiers.copy()
+    tiers.cache.tree.evict(len(tokens))
+    tiers.look()
+    return seq

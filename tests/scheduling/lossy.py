@@ -13,7 +13,7 @@ from typing import Any
 
 from repertory.actors.scheduling.sequence import SUSPECT_DEATHS, Sequence
 from repertory.protocol.ids import Epoch, RequestId
-from repertory.protocol.messages import Credit, DeviceLost, DeviceReady, RunStep, StepDone, TokensSampled
+from repertory.protocol.messages import CopyDone, Credit, DeviceLost, DeviceReady, RunStep, StepDone, TokensSampled
 
 from .world import World
 
@@ -37,6 +37,8 @@ class LossyWorld(World):
         """What the core said at each death: whether it has found one."""
         self.num_lives = 1
         self.past_steps: list[RunStep] = []
+        self.late: list[CopyDone] = []
+        """Answers to copies that were in flight when the device died."""
 
     # ---- the device -----------------------------------------------------------------------------
 
@@ -56,6 +58,7 @@ class LossyWorld(World):
                 self.culprits.add(request)
         self.in_flight.clear()
         for lane in self.copies.values():
+            self.late += [CopyDone(copy.epoch, copy.copy_id, copy.direction, 1, 0.0) for copy in lane]
             lane.clear()
         self.past_steps += self.steps
         self.steps.clear()
@@ -72,7 +75,16 @@ class LossyWorld(World):
         """A new device, as empty as the first."""
         self.num_lives += 1
         self.device = dataclasses.replace(self.device, epoch=None)
+        self._say_late()
         self.core.on_device_ready(DeviceReady(Epoch(self.num_lives)))
+        self._say_late()
+        self.late.clear()
+
+    def _say_late(self) -> None:
+        """Answers of a device that is gone arrive: to copies that this life knows nothing of."""
+        for done in self.late:
+            self.core.on_copy_done(done)
+        self._look()
 
     def relive(self) -> None:
         """Death and return."""
@@ -88,7 +100,9 @@ class LossyWorld(World):
             self.steps.append(step)
             self.in_flight.append(step)
             self._check_rows()
-        elif not self.in_flight and self.is_up and not all(seq.is_held for seq in self.alive()):
+        self._take_copies(step)
+        is_moving = self.in_flight or any(self.copies.values())
+        if step is None and not is_moving and self.is_up and not all(seq.is_held for seq in self.alive()):
             assert self.core.next_wakeup() is not None, f"nothing runs and nobody will ask again: {self.core.stats()}"
         self._look()
         return step
@@ -117,7 +131,7 @@ class LossyWorld(World):
     def alive(self) -> list[Sequence]:
         """Every sequence that has not ended."""
         queues = self.core.queues
-        return [*queues.running, *queues.recovery, *queues.waiting, *queues.paused.values()]
+        return [*queues.running, *queues.recovery, *queues.waiting, *queues.paused.values(), *queues.fetching.values()]
 
     def sequence(self, request: RequestId) -> Sequence | None:
         """The request's sequence while it lives, paused too."""
@@ -154,11 +168,13 @@ class LossyWorld(World):
 
 
 def turn(world: LossyWorld) -> None:
-    """Plan as far ahead as is allowed, let the device run one step."""
+    """Plan as far ahead as is allowed, let the device run one step, and all copies that wait for nothing."""
     while world.plan() is not None:
         pass
     if world.in_flight:
         world.finish()
+    while world.copy():
+        pass
 
 
 def until(world: LossyWorld, condition: Callable[[], bool]) -> None:

@@ -36,7 +36,12 @@ class LossyRun:
             max_prefill_batch_size=pick([None, None, 1, 2]),
             scheduling_policy=pick(["fcfs", "fcfs", "static"]),
             scheduling_delay_s=pick([0.0, 0.0, 0.035]),
+            host_blocks=pick([0, 0, 3, 12, 60, 400]),
+            preemption_mode=pick(["auto", "swap", "swap", "heuristic", "recompute"]),
         )
+        self.copy_chance = pick([0.1, 0.5, 0.9])
+        if chance() < 0.3:
+            self.world.failing_copies = lambda copy: chance() < 0.2
         if chance() < 0.5:
             self.world.without_reserve()
         self.num_to_come = self.random.randint(1, 15)
@@ -84,7 +89,8 @@ class LossyRun:
             world.finish()
         elif step is None:
             world.now += world.step_s
-        return runs or step is not None
+        copied = chance() < self.copy_chance and world.copy(self.random.choice(["out", "in"]))
+        return runs or copied or step is not None
 
     def _would_blame_the_innocent(self) -> bool:
         """A death by chance while a suspect is alone looks like its doing: nobody can tell."""
