@@ -5,32 +5,16 @@
  * The softmax then runs along vectors of 16 heads. Values are weighed by AVX512_BF16 dot products over pairs of keys, since
  * V lies in rows and would have to be rearranged for a tile. Steps of 64 keys, four pages of accumulators at once, all packs
  * before the next step: the walk follows memory.
- * Traffic: K and V of the context once. The page AHEAD pages later, in the next row where this one ends, is fetched beside
- * the arithmetic on values, in the order of addresses, and spread over it: memory would idle after a burst. Without it reads
- * reach 7.5 GB/s instead of 11 (measured).
+ * Traffic: K and V of the context once, fetched beside all of the work of the step before; see amx_pages.h.
  *
  * Unpacking pairs of rows splits 32 values into (0-3, 8-11, 16-19, 24-27) and (4-7, 12-15, ...): sums live in that order,
  * and come out of it at the end.
  */
 
-enum { PAGES = 4, AHEAD = 5, MAX_LANES = 16, MAX_QUERY_TILES = 16 };
+enum { MAX_LANES = 16, MAX_QUERY_TILES = 16 };
 
-/* A walk over rows' pages of 16 keys, for some of the KV heads. */
-typedef struct {
-    const Attention *a;
-    const int32_t *tables;
-    const Decode *rows;
-    int64_t last_row, first_kv_head, last_kv_head, group;
-    uint32_t lines; /* of one side of a page, to fetch */
-    uint32_t lines_together; /* that lie one behind the other: all of them, or a token's */
-} Walk;
-
-/* The step's pages: of the walk's first head, K and V, and those to fetch meanwhile. */
-typedef struct {
-    const bf16 *keys[PAGES], *values[PAGES];
-    const char *next_keys[PAGES], *next_values[PAGES];
-    int64_t stride; /* elements between tokens */
-} Pages;
+/* About how many cycles a tile of keys takes, the softmax of a pair of keys, and weighing a pair for up to four heads. */
+enum { SCORE_WORK = 56, SOFTMAX_WORK = 20, WEIGH_WORK = 26 };
 
 /* KV heads computed together, and what they have found so far. */
 typedef struct {
@@ -95,78 +79,7 @@ static void open_pack(Pack *p, const float *state, int64_t dim)
     }
 }
 
-/* Where the page of 16 keys `page` pages after row `row`'s first own one begins; the rows' pages follow each other. */
-static inline int64_t page_ahead(const Walk *w, int64_t row, int64_t page)
-{
-    for (;; row++) {
-        const Decode *r = &w->rows[row];
-        const int64_t key = r->shared + page * 16;
-        if (key < r->context || row + 1 == w->last_row)
-            return pool_offset(w->a, w->tables + r->table, key < r->context ? key : r->context - 1);
-        page -= (r->context - r->shared + 15) / 16;
-    }
-}
-
-/* Copies a step's keys and values where pages are not whole tiles. */
-static void copy_pages(Pages *p, const Walk *w, const Decode *r, int64_t first, bf16 *copy)
-{
-    const Attention *a = w->a;
-    const int64_t width = (w->last_kv_head - w->first_kv_head) * a->head_dim;
-    p->stride = width;
-    for (int64_t i = 0; i < PAGES * 16 && first + i < r->context; i++) {
-        int64_t here = pool_offset(a, w->tables + r->table, first + i) + w->first_kv_head * a->head_dim;
-        memcpy(copy + i * width, (const bf16 *)a->keys + here, width * sizeof(bf16));
-        memcpy(copy + (PAGES * 16 + i) * width, (const bf16 *)a->values + here, width * sizeof(bf16));
-    }
-    for (int64_t i = 0; i < PAGES; i++) {
-        p->keys[i] = copy + i * 16 * width;
-        p->values[i] = copy + (PAGES + i) * 16 * width;
-        p->next_keys[i] = (const char *)p->keys[i];
-        p->next_values[i] = (const char *)p->values[i];
-    }
-}
-
-static void find_pages(Pages *p, const Walk *w, int64_t row, int64_t page, int64_t pages, bf16 *copy)
-{
-    const Attention *a = w->a;
-    const Decode *r = &w->rows[row];
-    if (a->block_size % 16) {
-        copy_pages(p, w, r, r->shared + page * 16, copy);
-        return;
-    }
-    const bf16 *keys = (const bf16 *)a->keys + w->first_kv_head * a->head_dim;
-    const bf16 *values = (const bf16 *)a->values + w->first_kv_head * a->head_dim;
-    p->stride = a->token_stride;
-    for (int64_t i = 0; i < pages; i++) {
-        const int64_t here = pool_offset(a, w->tables + r->table, r->shared + (page + i) * 16);
-        const int64_t ahead = page_ahead(w, row, page + i + AHEAD);
-        p->keys[i] = keys + here;
-        p->values[i] = values + here;
-        p->next_keys[i] = (const char *)(keys + ahead);
-        p->next_values[i] = (const char *)(values + ahead);
-    }
-}
-
-/* `count` lines of the page to fetch, from line `first` on, K before V. */
-INLINE void fetch_page(const Pages *p, const Walk *w, int64_t page, uint32_t first, int count)
-{
-    const char *side = first < w->lines ? p->next_keys[page] : p->next_values[page];
-    first = first < w->lines ? first : first - w->lines;
-    if (w->lines_together == w->lines) {
-        fetch_lines(side + 64 * first, count);
-        return;
-    }
-    uint32_t token = first / w->lines_together, line = first % w->lines_together;
-    for (int i = 0; i < count; i++) {
-        fetch_lines(side + token * p->stride * sizeof(bf16) + 64 * line, 1);
-        if (++line == w->lines_together) {
-            line = 0;
-            token++;
-        }
-    }
-}
-
-static inline void score_pages(const Pack *p, const Pages *pages, Weights *w, int64_t count, int64_t dim)
+static inline void score_pages(const Pack *p, const Pages *pages, Weights *w, PageFetch *fetch, int64_t count, int64_t dim)
 {
     const int64_t stride = pages->stride * 2;
     FENCE;
@@ -180,17 +93,21 @@ static inline void score_pages(const Pack *p, const Pages *pages, Weights *w, in
             _tile_loadd(6, p->queries[h * (dim / 32) + step], 64);
             _tile_loadd(4, pages->keys[0] + column, stride);
             _tile_dpbf16ps(0, 4, 6);
+            fetch_beside(fetch, SCORE_WORK);
             if (count > 1) {
                 _tile_loadd(5, pages->keys[1] + column, stride);
                 _tile_dpbf16ps(1, 5, 6);
+                fetch_beside(fetch, SCORE_WORK);
             }
             if (count > 2) {
                 _tile_loadd(4, pages->keys[2] + column, stride);
                 _tile_dpbf16ps(2, 4, 6);
+                fetch_beside(fetch, SCORE_WORK);
             }
             if (count > 3) {
                 _tile_loadd(5, pages->keys[3] + column, stride);
                 _tile_dpbf16ps(3, 5, 6);
+                fetch_beside(fetch, SCORE_WORK);
             }
         }
     _tile_stored(0, w->scores[0], 64);
@@ -201,7 +118,7 @@ static inline void score_pages(const Pack *p, const Pages *pages, Weights *w, in
 }
 
 /* Scores of `count` keys become weights in pairs; earlier sums shrink where the maximum rises. */
-static inline void open_pack_softmax(Pack *p, Weights *w, int64_t count, vf scale, int64_t dim)
+static inline void open_pack_softmax(Pack *p, Weights *w, PageFetch *fetch, int64_t count, vf scale, int64_t dim)
 {
     const int64_t padded = (count + 15) / 16 * 16;
     vf before = _mm512_load_ps(p->maximum), sum = _mm512_load_ps(p->sum), a = _mm512_set1_ps(-1e30f), b = a;
@@ -222,6 +139,7 @@ static inline void open_pack_softmax(Pack *p, Weights *w, int64_t count, vf scal
                 _mm512_store_ps(p->sums[i] + d, _mm512_mul_ps(_mm512_set1_ps(shrink[i]), _mm512_load_ps(p->sums[i] + d)));
     }
     for (int64_t t = 0; t < padded; t += 2) {
+        fetch_beside(fetch, SOFTMAX_WORK);
         vf even = exp2_for_bf16(_mm512_fmsub_ps(_mm512_load_ps(w->scores[t]), scale, maximum));
         vf odd = exp2_for_bf16(_mm512_fmsub_ps(_mm512_load_ps(w->scores[t + 1]), scale, maximum));
         sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
@@ -236,10 +154,9 @@ typedef struct {
     Pack *pack;
     const Pages *pages;
     const Weights *weights;
-    const Walk *walk;
+    PageFetch *fetch;
     int64_t lane, column, dimension; /* column: of the walk's heads' dimensions */
     int64_t count; /* keys */
-    bool fetches;
 } Block;
 
 /* sums[heads][32 * vectors] += weights x values */
@@ -254,8 +171,7 @@ INLINE void weigh_block(const int heads, const int vectors, const Block *b)
             sums[i][v] = _mm512_load_ps(b->pack->sums[b->lane + i] + b->dimension + 16 * v);
     for (int64_t t = 0; t < b->count; t += 2) {
         const bf16 *even = b->pages->values[t / 16] + t % 16 * stride + b->column, *odd = even + stride;
-        if (b->fetches)
-            fetch_page(b->pages, b->walk, t / 16, b->column + t % 16 * 2 * vectors, 4 * vectors);
+        fetch_beside(b->fetch, WEIGH_WORK);
         __m512bh rows[4];
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
@@ -291,14 +207,14 @@ INLINE void weigh_heads(int64_t heads, const int vectors, const Block *b)
 }
 
 /* All values of a pack's step: 64 (or the odd 32) dimensions and up to four query heads at a time. */
-static void weigh_values(Pack *p, const Pages *pages, const Weights *weights, const Walk *w, int64_t count)
+static void weigh_values(Pack *p, const Pages *pages, const Weights *weights, const Walk *w, PageFetch *fetch, int64_t count)
 {
     const int64_t dim = w->a->head_dim;
     for (int64_t h = 0; h < p->kv_heads; h++)
         for (int64_t d = 0; d < dim; d += 64)
             for (int64_t g = 0; g < w->group; g += 4) {
                 const int64_t heads = w->group - g < 4 ? w->group - g : 4, column = (p->first_kv_head + h) * dim + d;
-                const Block block = {p, pages, weights, w, h * w->group + g, column, d, count, g == 0};
+                const Block block = {p, pages, weights, fetch, h * w->group + g, column, d, count};
                 if (dim - d >= 64)
                     weigh_heads(heads, 2, &block);
                 else
@@ -337,6 +253,14 @@ static int64_t open_packs(Pack *packs, const Walk *w, int64_t row)
     return count;
 }
 
+/* Of a step of `keys` keys. */
+static int64_t step_work(const Walk *w, int64_t packs, int64_t keys)
+{
+    const int64_t heads = w->last_kv_head - w->first_kv_head, dim = w->a->head_dim;
+    const int64_t tiles = heads * (dim / 32) * ((keys + 15) / 16), pairs = (keys + 1) / 2;
+    return tiles * SCORE_WORK + pairs * (packs * SOFTMAX_WORK + heads * ((dim + 63) / 64) * ((w->group + 3) / 4) * WEIGH_WORK);
+}
+
 static void attend_row_amx(const Walk *w, int64_t row, Pack *packs, bf16 *copy)
 {
     const Decode *r = &w->rows[row];
@@ -344,13 +268,15 @@ static void attend_row_amx(const Walk *w, int64_t row, Pack *packs, bf16 *copy)
     const vf scale = _mm512_set1_ps(LOG2E / sqrtf(dim));
     Pages pages;
     Weights weights;
+    PageFetch fetch;
     for (int64_t page = 0; r->shared + page * 16 < r->context; page += PAGES) {
         const int64_t left = r->context - r->shared - page * 16, keys = left < PAGES * 16 ? left : PAGES * 16;
         find_pages(&pages, w, row, page, (keys + 15) / 16, copy);
+        start_fetch(&fetch, w, row, page + PAGES, step_work(w, count, keys));
         for (int64_t i = 0; i < count; i++) {
-            score_pages(&packs[i], &pages, &weights, (keys + 15) / 16, dim);
-            open_pack_softmax(&packs[i], &weights, keys, scale, dim);
-            weigh_values(&packs[i], &pages, &weights, w, keys);
+            score_pages(&packs[i], &pages, &weights, &fetch, (keys + 15) / 16, dim);
+            open_pack_softmax(&packs[i], &weights, &fetch, keys, scale, dim);
+            weigh_values(&packs[i], &pages, &weights, w, &fetch, keys);
         }
     }
     for (int64_t i = 0; i < count; i++) {
@@ -365,7 +291,7 @@ static void attend_decodes_amx(const Attention *a, const int32_t *tables, const 
     const int64_t width = (last_kv_head - first_kv_head) * a->head_dim;
     Walk w = {a, tables, rows, last, first_kv_head, last_kv_head, a->num_heads / a->num_kv_heads, width / 2, width / 32};
     if (a->token_stride == width)
-        w.lines_together = w.lines;
+        w.lines_together = w.lines; /* of all tokens */
     Pack *packs = scratch;
     _tile_loadconfig(&whole_tiles);
     for (int64_t row = first; row < last; row++)

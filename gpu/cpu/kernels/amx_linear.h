@@ -1,14 +1,23 @@
 /* Linear layers on AMX, bf16.
  *
  * Idea. Weights are packed once as B tiles, [n / 32][k / 32][2] of 1 KiB, so that a layer is one sequential stream: what few
- * rows need, since they are bound by reading it. Many rows use 32 x 32 blocks, four accumulators for four loads.
+ * rows need, since they are bound by reading it. Many rows use 32 x 32 blocks, four accumulators for four loads, which is
+ * bound by moving tiles from L2: what the next block uses again is to stay in L1, and the rest is loaded past it (a "stream"
+ * load leaves L1 as it is). One block keeps its rows there, several keep the weights, DEPTH steps at a time, with the sums
+ * set aside in between.
  * Each output is summed over k in one order whatever the batch. Traffic: weights once per group of rows that stays in L2,
  * x from L2 once per 32 columns, y once, in the epilogue: convert, add to the residual, or SiLU(gate) * up (their tiles are
  * interleaved). The next 32 columns' weights are fetched during the arithmetic, spread over it: in a burst the memory
  * would idle meanwhile. For more than 16 rows the epilogue of a block runs between the tile products of the next.
  */
 
-enum { TILE = 512, PANEL = 32 }; /* elements in a tile, columns in a panel */
+enum {
+    TILE = 512, /* elements */
+    PANEL = 32, /* columns */
+    DEPTH = 18 /* steps of 32 whose weights, 2 KiB each, leave L1 room for what passes through */
+};
+
+typedef float Sums[32][PANEL];
 
 static void pack_amx(const void *weights, void *packed, int64_t n, int64_t k, bool interleave)
 {
@@ -71,9 +80,9 @@ INLINE void few_rows(const int epilogue, const Linear *l, int64_t first_panel, i
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t step = 0; step < steps; step++) {
-            _tile_loadd(6, w + step * 2 * TILE, 64);
+            _tile_stream_loadd(6, w + step * 2 * TILE, 64);
             _tile_loadd(4, x + step * 32, l->x_stride * 2);
-            _tile_loadd(7, w + step * 2 * TILE + TILE, 64);
+            _tile_stream_loadd(7, w + step * 2 * TILE + TILE, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             fetch_lines(next + step * 2 * TILE, 32);
@@ -100,56 +109,111 @@ INLINE void write_rows(const int epilogue, Unwritten *block, int64_t y_bytes, in
         finish(epilogue, block->sums[block->row], block->y + block->row * y_bytes);
 }
 
-/* 32 x 32 products over the whole depth, while the block before is written two rows a step. */
-INLINE void multiply_32x32(const int epilogue, const bf16 *x, int64_t x_stride, const bf16 *w, int64_t steps,
-                           Unwritten *before, int64_t y_bytes, const bf16 *fetched, int64_t lines)
+/* Weights on their way to the cache, `lines` of them a step. */
+typedef struct {
+    const bf16 *from;
+    int64_t lines;
+} Fetch;
+
+/* The lines of a quarter of a step. */
+INLINE void fetch_quarter(Fetch *f, int quarter)
 {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t step = 0; step < steps; step++) {
-        _tile_loadd(6, w + step * 2 * TILE, 64);
-        _tile_loadd(4, x + step * 32, x_stride * 2);
-        _tile_loadd(7, w + step * 2 * TILE + TILE, 64);
-        _tile_loadd(5, x + step * 32 + 16 * x_stride, x_stride * 2);
+    const int64_t count = (f->lines + 3 - quarter) / 4;
+    fetch_lines(f->from, count);
+    f->from += count * 32;
+}
+
+#define LOAD_TILE(past_l1, tile, from, stride) \
+    do { \
+        if (past_l1) \
+            _tile_stream_loadd(tile, from, stride); \
+        else \
+            _tile_loadd(tile, from, stride); \
+    } while (0)
+
+/* The accumulators += 32 x 32 products over `steps`, while the block before is written two rows a step. */
+INLINE void multiply_32x32(const int epilogue, const bool keeps_rows, const bf16 *x, int64_t x_stride, const bf16 *w,
+                           int64_t steps, Unwritten *before, int64_t y_bytes, Fetch *fetch)
+{
+    for (int64_t step = 0; step < steps; step++, x += 32, w += 2 * TILE) {
+        LOAD_TILE(keeps_rows, 6, w, 64);
+        fetch_quarter(fetch, 0);
+        LOAD_TILE(!keeps_rows, 4, x, x_stride * 2);
         _tile_dpbf16ps(0, 4, 6);
+        fetch_quarter(fetch, 1);
+        LOAD_TILE(keeps_rows, 7, w + TILE, 64);
         _tile_dpbf16ps(1, 4, 7);
+        fetch_quarter(fetch, 2);
+        LOAD_TILE(!keeps_rows, 5, x + 16 * x_stride, x_stride * 2);
         _tile_dpbf16ps(2, 5, 6);
+        fetch_quarter(fetch, 3);
         _tile_dpbf16ps(3, 5, 7);
-        fetch_lines(fetched + step * lines * 32, lines);
         if (step)
             write_rows(epilogue, before, y_bytes, 2);
     }
     write_rows(epilogue, before, y_bytes, 32);
 }
 
-INLINE void many_rows(const int epilogue, const Linear *l, int64_t first_panel, int64_t last_panel)
+INLINE void load_sums(Sums from)
 {
-    const int64_t steps = l->k / 32, blocks = (l->m + 31) / 32;
-    const int64_t lines = blocks < 32 ? 32 / blocks : 1; /* to fetch a step, so that a panel's blocks fetch the next panel */
+    _tile_loadd(0, from[0], PANEL * 4);
+    _tile_loadd(1, from[0] + 16, PANEL * 4);
+    _tile_loadd(2, from[16], PANEL * 4);
+    _tile_loadd(3, from[16] + 16, PANEL * 4);
+}
+
+INLINE void zero_sums(void)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+INLINE void store_sums(Sums to)
+{
+    _tile_stored(2, to[16], PANEL * 4);
+    _tile_stored(3, to[16] + 16, PANEL * 4);
+    _tile_stored(0, to[0], PANEL * 4);
+    _tile_stored(1, to[0] + 16, PANEL * 4);
+    FENCE;
+}
+
+/* `aside`: room for the sums of all blocks. */
+INLINE void many_rows(const int epilogue, const bool keeps_rows, const Linear *l, int64_t first_panel, int64_t last_panel,
+                      Sums *aside)
+{
+    const int64_t steps = l->k / 32, blocks = (l->m + 31) / 32, parts = keeps_rows ? 1 : (steps + DEPTH - 1) / DEPTH;
     const int64_t y_bytes = l->y_stride * (epilogue == LOGITS ? 4 : 2);
-    alignas(64) float sums[2][32][PANEL];
-    Unwritten before = {sums[1], NULL, 0, 0};
+    alignas(64) Sums done[2];
+    Unwritten before = {done[1], NULL, 0, 0};
     for (int64_t panel = first_panel; panel < last_panel; panel++) {
-        const bf16 *w = (const bf16 *)l->weights + panel * steps * 2 * TILE, *next = w + steps * 2 * TILE;
-        for (int64_t block = 0; block < blocks; block++) {
-            const bf16 *x = (const bf16 *)l->x + block * 32 * l->x_stride, *fetched = next + block * steps * lines * 32;
-            multiply_32x32(epilogue, x, l->x_stride, w, steps, &before, y_bytes, fetched, block * lines < 32 ? lines : 0);
-            float(*done)[PANEL] = before.sums == sums[0] ? sums[1] : sums[0];
-            _tile_stored(2, done[16], PANEL * 4);
-            _tile_stored(3, done[16] + 16, PANEL * 4);
-            _tile_stored(0, done[0], PANEL * 4);
-            _tile_stored(1, done[0] + 16, PANEL * 4);
-            FENCE;
-            int64_t rows = l->m - block * 32;
-            before = (Unwritten){done, destination(epilogue, l, block * 32, panel), 0, rows < 32 ? rows : 32};
+        const bf16 *w = (const bf16 *)l->weights + panel * steps * 2 * TILE;
+        Fetch fetch = {w + steps * 2 * TILE, (32 + blocks - 1) / blocks}; /* a panel's blocks fetch the next panel */
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = steps * part / parts, count = steps * (part + 1) / parts - first;
+            for (int64_t block = 0; block < blocks; block++) {
+                const bf16 *x = (const bf16 *)l->x + block * 32 * l->x_stride + first * 32;
+                if (part)
+                    load_sums(aside[block]);
+                else
+                    zero_sums();
+                multiply_32x32(epilogue, keeps_rows, x, l->x_stride, w + first * 2 * TILE, count, &before, y_bytes, &fetch);
+                if (part < parts - 1) {
+                    store_sums(aside[block]);
+                    continue;
+                }
+                const int64_t rows = l->m - block * 32;
+                before.sums = before.sums == done[0] ? done[1] : done[0];
+                store_sums(before.sums);
+                before = (Unwritten){before.sums, destination(epilogue, l, block * 32, panel), 0, rows < 32 ? rows : 32};
+            }
         }
     }
     write_rows(epilogue, &before, y_bytes, 32);
 }
 
-INLINE void linear_with(const int epilogue, const Linear *linear, int64_t first_panel, int64_t last_panel)
+INLINE void linear_with(const int epilogue, const Linear *linear, int64_t first_panel, int64_t last_panel, Sums *aside)
 {
     const int64_t group = linear->k > 1000 ? 256 : 512; /* rows that stay in L2 */
     for (int64_t row = 0; row < linear->m; row += group) {
@@ -159,20 +223,21 @@ INLINE void linear_with(const int epilogue, const Linear *linear, int64_t first_
         part.m = linear->m - row < group ? linear->m - row : group;
         if (part.m <= 16)
             few_rows(epilogue, &part, first_panel, last_panel);
+        else if (part.m <= 32)
+            many_rows(epilogue, true, &part, first_panel, last_panel, aside);
         else
-            many_rows(epilogue, &part, first_panel, last_panel);
+            many_rows(epilogue, false, &part, first_panel, last_panel, aside);
     }
 }
 
 static void linear_amx(const Linear *linear, int64_t first_panel, int64_t last_panel, void *scratch)
 {
-    (void)scratch;
     _tile_loadconfig(&whole_tiles);
     switch (linear->epilogue) {
-    case PLAIN: linear_with(PLAIN, linear, first_panel, last_panel); break;
-    case ADD: linear_with(ADD, linear, first_panel, last_panel); break;
-    case SILU_MUL: linear_with(SILU_MUL, linear, first_panel, last_panel); break;
-    default: linear_with(LOGITS, linear, first_panel, last_panel);
+    case PLAIN: linear_with(PLAIN, linear, first_panel, last_panel, scratch); break;
+    case ADD: linear_with(ADD, linear, first_panel, last_panel, scratch); break;
+    case SILU_MUL: linear_with(SILU_MUL, linear, first_panel, last_panel, scratch); break;
+    default: linear_with(LOGITS, linear, first_panel, last_panel, scratch);
     }
     _tile_release();
 }

@@ -2,11 +2,16 @@
  *
  * Idea. Transposed, like there: scores [32 keys, 32 queries] = K x Q^T, where a page of keys is an A tile as it lies in the
  * pool and Q^T a B tile made once per 32 queries. The softmax runs along tile rows, its weights leave the registers as the
- * pairs that a B tile wants, and output [dim, 32 queries] += V^T x P^T with V^T packed once per run and head.
- * Traffic: K and V of the run once from memory, then from L2 for each 32 queries; keys past their last limit are not touched.
+ * pairs that a B tile wants, and output [dim, 32 queries] += V^T x P^T with V^T packed once per run and head. Sums shrink
+ * only when the largest score outgrows the maximum by SLACK: a weight may be larger than 1, floats have room for it.
+ * Tiles and vectors take turns: on this hardware 512-bit instructions do not run beside tile products (measured; 256-bit ones
+ * do, at half the width), so nothing is gained by mixing them.
+ * Traffic: K and V of the run once from memory, then from L2, past L1, which holds the 32 queries' working set, for each 32
+ * queries; keys past their last limit are not touched.
  */
 
 enum { AMX_KEYS = 64, MAX_DIM = 256 }; /* keys per step of the softmax; largest head_dim */
+enum { SLACK = 8 }; /* powers of 2 */
 
 /* A run's keys as 16-row tiles: in the pages where a page is whole tiles, else in a copy (no table). */
 typedef struct {
@@ -67,6 +72,10 @@ static void pack_values(const Attention *a, const Run *run, bf16 *packed)
     }
 }
 
+typedef struct {
+    int64_t token, state, head, limit;
+} Place;
+
 /* The working set of 32 queries. */
 typedef struct {
     alignas(64) uint32_t queries[MAX_DIM / 32][2][256]; /* B tiles */
@@ -75,11 +84,8 @@ typedef struct {
     alignas(64) float sums[MAX_DIM][32];
     alignas(64) int32_t limits[32];
     alignas(64) float maximum[32], sum[32];
+    Place places[32];
 } Queries;
-
-typedef struct {
-    int64_t token, state, head, limit;
-} Place;
 
 /* Query row `r` of a run, token by token and head by head within one. */
 static inline Place place_of(const Attention *a, const Run *run, int64_t r)
@@ -95,7 +101,7 @@ static void load_queries(const Attention *a, const Run *run, int64_t first, Quer
     const bf16 *rows[32];
     for (int i = 0; i < 32; i++) {
         int64_t r = first + i < run->last_query ? first + i : run->last_query - 1;
-        Place place = place_of(a, run, r);
+        const Place place = q->places[i] = place_of(a, run, r);
         rows[i] = (const bf16 *)a->queries + place.token * a->query_stride + place.head * a->head_dim;
         q->limits[i] = place.limit;
     }
@@ -124,8 +130,8 @@ static inline void multiply_keys(const KeyTiles *keys, int64_t first, Queries *q
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t step = 0; step < dim / 32; step++) {
-        _tile_loadd(4, low + step * 32, keys->token_stride * 2);
-        _tile_loadd(5, high + step * 32, keys->token_stride * 2);
+        _tile_stream_loadd(4, low + step * 32, keys->token_stride * 2);
+        _tile_stream_loadd(5, high + step * 32, keys->token_stride * 2);
         _tile_loadd(6, q->queries[step][0], 64);
         _tile_loadd(7, q->queries[step][1], 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -161,18 +167,27 @@ static inline vf column_maximum(const float *scores, int64_t count)
     return _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d));
 }
 
-/* Scores become weights in pairs, for one half of the queries; earlier sums shrink where the maximum rises. */
+/* A larger maximum for one half of the queries. */
+static void raise_maximum(Queries *q, int half, vf maximum, int64_t dim)
+{
+    float *sums = q->sums[0] + 16 * half, *sum = q->sum + 16 * half;
+    const vf shrink = exp2_for_bf16(_mm512_sub_ps(_mm512_load_ps(q->maximum + 16 * half), maximum));
+    _mm512_store_ps(q->maximum + 16 * half, maximum);
+    _mm512_store_ps(sum, _mm512_mul_ps(shrink, _mm512_load_ps(sum)));
+    for (int64_t d = 0; d < dim; d++)
+        _mm512_store_ps(sums + d * 32, _mm512_mul_ps(shrink, _mm512_load_ps(sums + d * 32)));
+}
+
+/* Scores become weights in pairs, for one half of the queries. */
 static inline void open_softmax(Queries *q, int half, int64_t count, vf scale, int64_t dim)
 {
-    float *scores = q->scores[0] + 16 * half, *sums = q->sums[0] + 16 * half;
-    vf before = _mm512_load_ps(q->maximum + 16 * half), sum = _mm512_load_ps(q->sum + 16 * half);
-    vf maximum = _mm512_max_ps(before, _mm512_mul_ps(scale, column_maximum(scores, count)));
-    if (_mm512_cmp_ps_mask(maximum, before, _CMP_NLE_UQ)) {
-        vf shrink = exp2_for_bf16(_mm512_sub_ps(before, maximum));
-        sum = _mm512_mul_ps(sum, shrink);
-        for (int64_t d = 0; d < dim; d++)
-            _mm512_store_ps(sums + d * 32, _mm512_mul_ps(shrink, _mm512_load_ps(sums + d * 32)));
+    const float *scores = q->scores[0] + 16 * half;
+    vf maximum = _mm512_load_ps(q->maximum + 16 * half), largest = _mm512_mul_ps(scale, column_maximum(scores, count));
+    if (_mm512_cmp_ps_mask(largest, _mm512_add_ps(maximum, _mm512_set1_ps(SLACK)), _CMP_NLE_UQ)) {
+        maximum = _mm512_max_ps(maximum, largest);
+        raise_maximum(q, half, maximum, dim);
     }
+    vf sum = _mm512_load_ps(q->sum + 16 * half);
     vf other = _mm512_setzero_ps();
     for (int64_t t = 0; t < count; t += 4, scores += 4 * 32) {
         vf a = exp2_for_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores), scale, maximum));
@@ -185,7 +200,6 @@ static inline void open_softmax(Queries *q, int half, int64_t count, vf scale, i
         _mm512_store_si512(weights, pairs(a, b));
         _mm512_store_si512(weights + 16, pairs(c, d));
     }
-    _mm512_store_ps(q->maximum + 16 * half, maximum);
     _mm512_store_ps(q->sum + 16 * half, _mm512_add_ps(sum, other));
 }
 
@@ -199,8 +213,8 @@ static inline void add_values(const bf16 *values, Queries *q, int64_t first, int
         _tile_loadd(3, high + 16, 128);
         for (int64_t t = 0; t < count; t += 32) {
             const bf16 *v = values + ((first + t) / 32 * (dim / 16) + d) * TILE;
-            _tile_loadd(4, v, 64);
-            _tile_loadd(5, v + TILE, 64);
+            _tile_stream_loadd(4, v, 64);
+            _tile_stream_loadd(5, v + TILE, 64);
             _tile_loadd(6, q->weights[t / 32][0], 64);
             _tile_loadd(7, q->weights[t / 32][1], 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -227,7 +241,7 @@ static void write_queries(const Attention *a, const Run *run, int64_t first, con
                 r[i] = _mm512_castps_si512(_mm512_mul_ps(scale, _mm512_load_ps(q->sums[d + i] + 16 * half)));
             transpose(r);
             for (int i = 0; i < 16 && first + 16 * half + i < run->last_query; i++) {
-                Place place = place_of(a, run, first + 16 * half + i);
+                const Place place = q->places[16 * half + i];
                 vf values = _mm512_castsi512_ps(r[i]);
                 if (run->members) {
                     float *state = a->state + place.state * (dim + STATE_EXTRA);

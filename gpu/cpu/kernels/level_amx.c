@@ -12,6 +12,7 @@
 #include "amx.h"
 #include "amx_linear.h"
 #include "amx_run.h"
+#include "amx_pages.h"
 #include "amx_decode.h"
 
 const Kernels amx_bf16_kernels = {

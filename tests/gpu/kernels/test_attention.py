@@ -123,6 +123,19 @@ def test_scores_of_any_size_are_weighed_exactly(kernel: Kernel, scale: float) ->
     assert_near(found[0], pool.expected(0, table, 140), dtype=kernel[1], factor=2)
 
 
+@pytest.mark.parametrize("rise", [-0.02, 0.004, 0.02])
+def test_scores_that_rise_or_fall_with_the_context_are_weighed_exactly(kernel: Kernel, rise: float) -> None:
+    pool = Pool.make(kernel[1], tokens=40, num_blocks=25)
+    table = pool.fill(390, scattered(25))
+    direction = torch.randn(64)
+    pool.queries += direction.repeat(3)
+    for t in range(390):
+        pool.keys[table[t // 16], t % 16] += rise * t * direction
+    found = attend_chunk(kernel, pool, token=0, count=40, context=390, table=table)
+    for i in (0, 20, 39):
+        assert_near(found[i], pool.expected(i, table, 351 + i), dtype=kernel[1], factor=2)
+
+
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_a_nan_in_a_context_reaches_its_own_row_and_no_other(kernel: Kernel, side: str) -> None:
     pool = Pool.make(kernel[1], tokens=3, num_blocks=6, heads=6, kv_heads=2)

@@ -43,6 +43,17 @@ def test_a_product_equals_its_reference_and_stays_in_its_place(kernel: Kernel, m
     assert (y[m:] == 7).all() and (y[:, 96:] == 7).all()
 
 
+@pytest.mark.parametrize("m", [1, 17, 33, 100, 290])
+@pytest.mark.parametrize("k", [608, 1312])
+def test_a_deep_product_equals_its_reference(kernel: Kernel, m: int, k: int) -> None:
+    x, weights = inputs(kernel, m, 96, k)
+    y = torch.randn(m + 1, 96).to(kernel[1])
+    before = y.clone()
+    linear(kernel, x, weights, y, ADD)
+    assert_near(y[:m], before[:m].double() + F.linear(x.double(), weights.double()), dtype=kernel[1])
+    assert torch.equal(y[m:], before[m:])
+
+
 @pytest.mark.parametrize("m", SOME_ROWS)
 def test_a_residual_is_added_to(kernel: Kernel, m: int) -> None:
     x, weights = inputs(kernel, m, 64, 96)
@@ -81,8 +92,9 @@ def test_logits_are_float32_for_a_vocabulary_of_any_size(kernel: Kernel, n: int)
     torch.testing.assert_close(y[:, :n].double(), F.linear(x.double(), weights.double()), atol=2e-5, rtol=0)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(kernel: Kernel) -> None:
-    x, weights = inputs(kernel, 70, 64, 320)
+@pytest.mark.parametrize("k", [320, 1312])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernel: Kernel, k: int) -> None:
+    x, weights = inputs(kernel, 70, 64, k)
     together = torch.empty(70, 64, dtype=kernel[1])
     linear(kernel, x, weights, together, PLAIN)
     for row in (0, 15, 16, 33, 69):
