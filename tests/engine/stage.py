@@ -127,11 +127,14 @@ class Stage:
     async def check_clean(self) -> None:
         """AUDIT: nothing is live, nothing is left behind, and without the cache every block is free."""
         assert await self.engine._company.settle(PATIENCE_S), "a request that held the device may still be ending"
+        core = self.engine._company.scheduler.core
+        await until(lambda: core.num_copies == 0)
         assert await self.engine.audit() == []
         await self.engine.reset_prefix_cache()
         stats = await self.engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
         assert stats.device_blocks.free == stats.device_blocks.total
+        assert stats.host_blocks.free == stats.host_blocks.total
         assert self.device.num_sequences == 0
         assert await self.engine.audit() == []
 
@@ -211,7 +214,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def _opener(knobs: dict[str, Any], devices: list[SimulatedExecutor]) -> Callable[[EngineConfig, Path], SimulatedExecutor]:
     def open_device(config: EngineConfig, model_dir: Path) -> SimulatedExecutor:
-        sizes = {"num_device_blocks": config.num_device_blocks or 256, "max_model_len": config.max_model_len or 4096}
+        sizes = {
+            "num_device_blocks": config.num_device_blocks or 256,
+            "num_host_blocks": config.num_host_blocks or 0,
+            "max_model_len": config.max_model_len or 4096,
+        }
         defaults = {
             "block_size": config.block_size,
             "vocab_size": 320,
