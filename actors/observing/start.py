@@ -37,11 +37,9 @@ def say_start(log: FilteringBoundLogger, config: EngineConfig, capacity: Capacit
 def _say_host(log: FilteringBoundLogger, config: EngineConfig, capacity: Capacity) -> None:
     """What the host tier cannot do for lack of room."""
     longest = -(-min(capacity.max_model_len, capacity.num_device_blocks * capacity.block_size) // capacity.block_size)
-    if config.preemption_mode == "recompute":
-        return
-    if not capacity.num_host_blocks:
+    if config.preemption_mode in ("swap", "heuristic") and not capacity.num_host_blocks:
         message = f"preemption_mode {config.preemption_mode} has no host blocks to swap to: every preemption will recompute"
-    elif capacity.num_host_blocks < longest:
+    elif config.preemption_mode != "recompute" and 0 < capacity.num_host_blocks < longest:
         message = (
             f"the host tier holds {capacity.num_host_blocks} blocks, fewer than the {longest} of the longest request: "
             "such a one will be preempted by recompute"
