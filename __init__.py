@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .protocol.outputs import RequestOutput as RequestOutput
     from .protocol.sampling import BeamSearchParams as BeamSearchParams
     from .protocol.sampling import SamplingParams as SamplingParams
+    from .protocol.structured import StructuredOutputs as StructuredOutputs
 
 _HOMES = {
     "actors.frontends.engine": ("Engine",),
@@ -70,6 +71,7 @@ _HOMES = {
         "RequestOutput",
     ),
     "protocol.sampling": ("BeamSearchParams", "SamplingParams"),
+    "protocol.structured": ("StructuredOutputs",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable
+from functools import cached_property
 
 import msgspec
 
 from ..gpu.executor import Capacity
-from ..protocol.errors import ValidationError, shorten
-from ..protocol.messages import Admit, Submit, Tokenized
+from ..gpu.grammars import GrammarChecker
+from ..protocol.errors import UnsupportedError, ValidationError, shorten
+from ..protocol.messages import Admit, Barred, Submit, Tokenized
 from ..protocol.sampling import SamplingParams, check
 from .scheduling.limits import check_fits
 from .text.prompts import PromptReader
@@ -42,7 +44,7 @@ class Resolver:
         _check_envelope(submit)
         text, token_ids = self.reader.read(submit.prompt)
         check_fits(len(token_ids), self.capacity)
-        params = submit.params
+        params = self._settled(submit.params)
         admit = Admit(
             request_id=submit.request_id,
             label=submit.label,
@@ -54,12 +56,51 @@ class Resolver:
             tenant=submit.tenant,
             cache_salt=submit.cache_salt,
             trace_context=submit.trace_context,
+            barred=self._barred(params),
         )
         return Tokenized(submit.request_id, text, token_ids), admit
 
+    @cached_property
+    def _checker(self) -> GrammarChecker:
+        # Made by the first request that needs it: to read the added tokens takes a moment.
+        return GrammarChecker(self.reader.tokenizer, vocab_size=self.capacity.vocab_size, eos_token_id=self.eos_token_ids[0])
+
+    def _settled(self, params: SamplingParams) -> SamplingParams:
+        """`params` with its grammar compiled once, for its mistakes, and as the device compiles it again."""
+        if params.structured_outputs is None:
+            return params
+        if not self.eos_token_ids:
+            raise UnsupportedError("structured_outputs needs an end token, and the model has none", field="structured_outputs")
+        return msgspec.structs.replace(params, structured_outputs=self._checker.settle(params.structured_outputs))
+
     def _stop_token_ids(self, params: SamplingParams) -> list[int]:
-        ends = () if params.ignore_eos else self.eos_token_ids
+        # A grammar's end is an end whatever is ignored: nothing else may follow it.
+        ends = () if params.ignore_eos and params.structured_outputs is None else self.eos_token_ids
         return sorted({*ends, *(params.stop_token_ids or ())})
+
+    def _barred(self, params: SamplingParams) -> Barred | None:
+        # The ends too where they are ignored: a text is no longer for an end in its middle.
+        # Of a grammar they are held back where its mask is made: they may be all that it has left.
+        model_ends = self.eos_token_ids if params.structured_outputs is None else ()
+        ends = sorted({*model_ends, *(params.stop_token_ids or ())}) if params.min_tokens else []
+        phrases = self._phrases(params.bad_words) if params.bad_words else []
+        return Barred(ends, phrases) if ends or phrases else None
+
+    def _phrases(self, words: list[str]) -> list[list[int]]:
+        """The words as ids, at the beginning of a text and behind a space, as vLLM has it (`SamplingParams.bad_words`)."""
+        texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
+        try:
+            encodings = self.reader.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            raise ValidationError("bad_words is not valid Unicode text", field="bad_words") from None
+        phrases = dict.fromkeys(tuple(encoding.ids) for encoding in encodings if encoding.ids)
+        vocab_size = self.capacity.vocab_size
+        if unknown := [token for phrase in phrases for token in phrase if token >= vocab_size]:
+            raise ValidationError(
+                f"bad_words has the token {unknown[0]}, which the model does not have (0 to {vocab_size - 1})",
+                field="bad_words",
+            )
+        return [list(phrase) for phrase in phrases]
 
     def _seed(self, submit: Submit) -> int:
         if submit.params.seed is not None:

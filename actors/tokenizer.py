@@ -1,7 +1,7 @@
 """The Tokenizer: prompts to token ids, off the event loop, one thread for the short and one for the long.
 
 Short prompts keep their order among themselves; a 20 MB prompt or a conversation of 5,000 messages
-takes the other thread and holds nobody up.
+takes the other thread and holds nobody up. A third thread is for requests whose grammar has to be compiled.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Tokenizer:
         self._log = logger("tokenizer")
         self._short = anyio.CapacityLimiter(1)
         self._long = anyio.CapacityLimiter(1)
+        self._compiling = anyio.CapacityLimiter(1)
 
     @property
     def num_reading(self) -> int:
@@ -86,8 +87,7 @@ class Tokenizer:
 
     async def _read(self, submit: Submit) -> None:
         try:
-            limiter = self._short if _is_short(submit.prompt) else self._long
-            tokenized, admit = await anyio.to_thread.run_sync(self._resolve, submit, limiter=limiter)
+            tokenized, admit = await anyio.to_thread.run_sync(self._resolve, submit, limiter=self._line_of(submit))
         except Exception as error:
             await self._refuse(submit, error)
             return
@@ -97,6 +97,12 @@ class Tokenizer:
             # From here on an `Abort` follows the `Admit` through the same queue, so it cannot come before it.
             self._unsent.append((self._scheduler, admit))
             await self._send_all()
+
+    def _line_of(self, submit: Submit) -> anyio.CapacityLimiter:
+        if not _is_short(submit.prompt):
+            return self._long
+        has_grammar = getattr(submit.params, "structured_outputs", None) is not None
+        return self._compiling if has_grammar else self._short
 
     async def _send_all(self) -> None:
         """Send what is decided, in order, waiting for room where a box is full."""

@@ -1,4 +1,4 @@
-"""The device host's memory of each sequence: token log, block table, parameters.
+"""The device host's memory of each sequence: token log, block table, parameters, and what sampling derives from the log.
 
 A step carries deltas; a slot is what they add up to. Every executor keeps one `SlotTable` and
 applies each step to it before it computes anything, so that a row can be read as "these tokens,
@@ -14,14 +14,18 @@ from typing import NamedTuple
 from ..protocol.ids import BlockId, SequenceId
 from ..protocol.messages import NewRow, RunStep
 from ..protocol.sampling import SamplingParams
+from .sampling_edits import LogitEdits
+from .structured import Grammars, SlotGrammar
 
 
 class Slot:
     """State of one sequence on the device. `token_ids` is the log, `block_table` its blocks in order."""
 
-    __slots__ = ("block_table", "index", "namespace", "num_prompt_tokens", "params", "seq_id", "token_ids")
+    __slots__ = ("_edits", "block_table", "grammar", "index", "namespace", "num_prompt_tokens", "params", "seq_id", "token_ids")
 
-    def __init__(self, row: NewRow) -> None:
+    def __init__(self, row: NewRow, grammar: SlotGrammar | None = None) -> None:
+        self.grammar = grammar
+        """What its grammar allows next, where it has one and the device knows grammars."""
         self.seq_id = row.seq_id
         self.token_ids: list[int] = list(row.token_ids)
         self.block_table: list[BlockId] = list(row.block_table)
@@ -29,11 +33,18 @@ class Slot:
         self.params: SamplingParams = row.params
         self.index = row.index
         self.namespace = row.namespace
+        self._edits = LogitEdits.of(row)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far: the position of the next draw in the sequence's random stream."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def edits(self) -> LogitEdits | None:
+        """What changes the logits of the next token, None if nothing does."""
+        if self._edits is not None:
+            self._edits.catch_up(self.token_ids)
+        return self._edits
 
 
 class Row(NamedTuple):
@@ -46,9 +57,10 @@ class Row(NamedTuple):
 
 
 class SlotTable:
-    """All sequences the device knows."""
+    """All sequences the device knows. `grammars` makes the grammars of those that have one."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self._grammars = grammars
         self._slots: dict[SequenceId, Slot] = {}
 
     def __len__(self) -> int:
@@ -63,7 +75,7 @@ class SlotTable:
         for seq_id in step.released:
             self._slots.pop(seq_id, None)
         for new in step.admitted:
-            self._slots[new.seq_id] = Slot(new)
+            self._slots[new.seq_id] = Slot(new, self._grammars.begin(new) if self._grammars is not None else None)
         for edit in step.table_edits:
             table = self._slots[edit.seq_id].block_table
             if edit.first > len(table):

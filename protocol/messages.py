@@ -81,6 +81,16 @@ class Tokenized(Message, frozen=True):
 # ---- to the scheduler ---------------------------------------------------------------------------
 
 
+class Barred(Columns, frozen=True):
+    """Token ids that a sequence may not choose, as its parameters and the model's tokenizer have it.
+
+    `ends` not before `params.min_tokens` tokens of output; the last id of each of `bad_words` never after the others of it.
+    """
+
+    ends: list[int] = []
+    bad_words: list[list[int]] = []
+
+
 class Admit(Message, frozen=True):
     """A validated request. `params` is resolved: its seed is set, its stop ids include the model's ends."""
 
@@ -101,6 +111,7 @@ class Admit(Message, frozen=True):
     """
     follows: RequestId | None = None
     """A request that holds, whose prompt this one goes on from by a token: it copies what fills no block."""
+    barred: Barred | None = None
 
 
 class Credit(Message, frozen=True):
@@ -159,6 +170,7 @@ class NewRow(Columns, frozen=True):
     block_table: list[BlockId]
     index: int = 0
     namespace: int = 0
+    barred: Barred | None = None
 
 
 class TableEdit(Columns, frozen=True):
@@ -235,7 +247,10 @@ class CopyDone(Message, frozen=True):
 
 
 class FailedRow(Columns, frozen=True):
-    """A row whose logits were not finite. Its sequence ends with an error; the others do not notice."""
+    """A row whose logits were not finite, left no token to choose from, or whose grammar failed.
+
+    Its sequence ends with an error; the others do not notice.
+    """
 
     seq_id: SequenceId
     message: str

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from .errors import UnsupportedError, ValidationError, shorten
+from .structured import StructuredOutputs, check_structured_outputs
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,6 +28,16 @@ MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_PENALTY = 2.0
+"""Size of presence and frequency penalties: OpenAI's and vLLM's limit."""
+REPETITION_RANGE = (0.01, 100.0)
+"""vLLM asks for more than 0 only; beyond these a logit of everyday size leaves float32 after a few tokens, or nothing moves."""
+MAX_LOGIT_BIAS = 100.0
+"""OpenAI's limit, which is practically a ban or a must."""
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
 
@@ -38,6 +49,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     output repeatable, whatever runs beside it. `logprobs` asks for that many most likely tokens beside each token that
     is generated. `output_kind` chooses what each output holds: everything so far, only what is new, or nothing until
     the end.
+
+    `presence_penalty` and `frequency_penalty` are subtracted from the logits of tokens in the output, the first once, the
+    second for each time; `repetition_penalty` divides positive logits of tokens in prompt or output and multiplies negative
+    ones. `logit_bias` is added to the logits of these ids. Only `allowed_token_ids` are chosen, and no token that would
+    complete one of `bad_words`, at the beginning of a text or behind a space. Below `min_tokens` of output no stop id and
+    none of the model's ends is chosen (with `ignore_eos` neither), and no stop string looked for. With `structured_outputs`
+    the output is what a schema, an expression or a grammar allows, to its end.
 
     Raises `ValidationError` or `UnsupportedError` (through `check`) naming the field.
     """
@@ -63,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None
     output_kind: OutputKind = "cumulative"
 
     @property
@@ -91,15 +109,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NOT_BUILT = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
     "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "structured_outputs": None,
 }
 """Fields that are accepted only at their default, until the issue that builds them lands."""
 
@@ -123,6 +133,9 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     _real(params, "temperature", 0.0, math.inf)
     _real(params, "top_p", 0.0, 1.0, open_low=True)
     _real(params, "min_p", 0.0, 1.0)
+    _real(params, "presence_penalty", -MAX_PENALTY, MAX_PENALTY)
+    _real(params, "frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
+    _real(params, "repetition_penalty", *REPETITION_RANGE)
     if params.top_k < -1:
         raise _bad(params, "top_k", "-1 or 0 (off) or a positive number")
     if params.logprobs is not None:
@@ -137,7 +150,14 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
         _integer(params, "max_tokens")
         if not 1 <= params.max_tokens <= MAX_TOKENS_LIMIT:
             raise _bad(params, "max_tokens", f"1 to {MAX_TOKENS_LIMIT}, or None")
+    most = MAX_TOKENS_LIMIT if params.max_tokens is None else params.max_tokens
+    if not 0 <= params.min_tokens <= most:
+        raise _bad(params, "min_tokens", f"0 to {most}" + (" (max_tokens)" if params.max_tokens is not None else ""))
     _check_stops(params)
+    _check_bad_words(params)
+    _check_chosen_ids(params, vocab_size)
+    if params.structured_outputs is not None:
+        check_structured_outputs(params.structured_outputs)
     check_token_ids(params.stop_token_ids or [], field="stop_token_ids", vocab_size=vocab_size, limit=MAX_STOP_TOKEN_IDS)
     if params.output_kind not in ("cumulative", "delta", "final_only"):
         raise _bad(params, "output_kind", "cumulative, delta or final_only")
@@ -189,6 +209,50 @@ def _check_stops(params: SamplingParams) -> None:
             raise _bad(params, "stop", f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
 
 
+def _check_bad_words(params: SamplingParams) -> None:
+    words = params.bad_words
+    if words is None:
+        return
+    if not isinstance(words, (list, tuple)):
+        raise _bad(params, "bad_words", "a list of strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise ValidationError(f"bad_words may hold at most {MAX_BAD_WORDS} strings, got {len(words)}", field="bad_words")
+    for word in words:
+        if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS or not word.strip():
+            raise ValidationError(
+                f"bad_words must be strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters, not only space, got {shorten(word)}",
+                field="bad_words",
+                value=word,
+            )
+
+
+def _check_chosen_ids(params: SamplingParams, vocab_size: int) -> None:
+    allowed, bias = params.allowed_token_ids, params.logit_bias
+    if allowed is not None:
+        check_token_ids(allowed, field="allowed_token_ids", vocab_size=vocab_size, limit=MAX_ALLOWED_TOKEN_IDS)
+        if not allowed:
+            raise ValidationError("allowed_token_ids must be None or hold at least one id", field="allowed_token_ids", value=[])
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise _bad(params, "logit_bias", "a mapping of token ids to numbers")
+    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise ValidationError(
+            f"logit_bias may hold at most {MAX_LOGIT_BIAS_ENTRIES} entries, got {len(bias)}", field="logit_bias"
+        )
+    for token, value in bias.items():
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValidationError(
+                f"logit_bias: {shorten(token)} is not a token id (0 to {vocab_size - 1})", field="logit_bias", value=token
+            )
+        if not _is_number(value) or not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+            raise ValidationError(
+                f"logit_bias[{token}] must be {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, got {shorten(value)}",
+                field="logit_bias",
+                value=value,
+            )
+
+
 AnyParams = SamplingParams | BeamSearchParams
 
 
@@ -199,10 +263,9 @@ def _integer(params: AnyParams, name: str) -> None:
 
 def _real(params: AnyParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
     value = getattr(params, name)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # A huge Python int has no float: comparing it is safe, converting it is not.
     if (
-        not is_number
+        not _is_number(value)
         or value != value
         or value in (math.inf, -math.inf)
         or value > 1e38
@@ -211,6 +274,10 @@ def _real(params: AnyParams, name: str, low: float, high: float, *, open_low: bo
     ):
         span = f"{'above' if open_low else 'at least'} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
         raise _bad(params, name, f"a finite number, {span}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _bad(params: AnyParams, name: str, allowed: str) -> ValidationError:

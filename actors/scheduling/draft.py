@@ -118,4 +118,5 @@ def _new_row(seq: Sequence) -> NewRow:
         block_table=list(seq.holding.block_table),
         index=seq.index,
         namespace=zlib.crc32(repr(seq.holding.namespace).encode()),
+        barred=seq.admit.barred,
     )

@@ -19,7 +19,9 @@ from ..executor import Capacity
 from ..models.config import ModelConfig, load_model_config
 from ..models.weights import load_weights
 from ..sampling import SamplingRow
-from ..slots import Row, SlotTable
+from ..sampling_edits import NO_TOKEN_LEFT, NOT_FINITE
+from ..slots import Row, Slot, SlotTable
+from ..structured import GrammarError, Grammars
 from ..timelines import Timelines
 from .cores import CoreWatch, too_many_threads, usable_cores
 from .library import LEVELS
@@ -66,8 +68,9 @@ class CpuExecutor:
         self._host = HostPool(self._pool, num_blocks=sizes.num_host_blocks)
         self._path = open_path(model, weights, self._pool, backend=config.attention_backend, num_threads=config.compute_threads)
         self._timelines = Timelines()
-        self._slots = SlotTable()
-        self._not_finite: set[SequenceId] = set()
+        self._grammars = Grammars(model_dir / "tokenizer.json", vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+        self._slots = SlotTable(self._grammars)
+        self._failed: dict[SequenceId, str] = {}
         self._cores = CoreWatch()
         self._num_threads = config.compute_threads
         self._thread_id: int | None = None
@@ -114,6 +117,7 @@ class CpuExecutor:
         if "_path" in vars(self):
             self._path.close()
             self._host.close()
+            self._grammars.close()
         for name in ("_path", "_pool", "_host"):
             vars(self).pop(name, None)
         self._slots = SlotTable()
@@ -122,7 +126,9 @@ class CpuExecutor:
         started, running = time.perf_counter(), time.thread_time()
         self._claim_thread()
         rows = self._slots.apply(step)
-        self._not_finite.difference_update(step.released, (new.seq_id for new in step.admitted))
+        if self._failed:
+            for seq_id in (*step.released, *(new.seq_id for new in step.admitted)):
+                self._failed.pop(seq_id, None)
         self._pool.copy(step.copies)
         sampled = self._compute(rows, step.shared_groups) if rows else []
         seq_ids: list[SequenceId] = []
@@ -132,12 +138,14 @@ class CpuExecutor:
         for row, token, details in sampled:
             seq_id = row.slot.seq_id
             row.slot.token_ids.append(token)
-            if seq_id in self._not_finite:
-                failed.append(FailedRow(seq_id, "the model's logits are not finite"))
+            if seq_id in self._failed:
+                failed.append(FailedRow(seq_id, self._failed[seq_id]))
             else:
                 seq_ids.append(seq_id)
                 token_ids.append(token)
                 logprobs.append(details)
+                if row.slot.grammar is not None:
+                    row.slot.grammar.accept(token)
         seconds = time.perf_counter() - started
         if warning := self._cores.after_step(seconds, time.thread_time() - running):
             _log.warning(warning)
@@ -155,13 +163,29 @@ class CpuExecutor:
                 raise ValueError(
                     f"sequence {row.slot.seq_id} samples after token {row.end} of a log of {len(row.slot.token_ids)}"
                 )
-        draws = [SamplingRow(row.slot.params, row.slot.index, row.slot.num_output_tokens) for row in sampling]
-        token_ids, failed, logprobs = self._path.compute(rows, draws, shared)
-        self._not_finite.update(sampling[i].slot.seq_id for i in failed)
-        return [
-            (row, _STAND_IN if row.slot.seq_id in self._not_finite else token, logprobs.get(i))
-            for i, (row, token) in enumerate(zip(sampling, token_ids, strict=True))
+        draws = [
+            SamplingRow(
+                slot.params, slot.index, slot.num_output_tokens, slot.edits(), slot.grammar.words if slot.grammar else None
+            )
+            for slot in (row.slot for row in sampling)
         ]
+        constrained = [row.slot for row in sampling if row.slot.grammar is not None]
+        found = self._path.compute(rows, draws, shared, before_draws=lambda: self._wait_for_masks(constrained))
+        for i in found.failed:
+            self._failed.setdefault(sampling[i].slot.seq_id, NO_TOKEN_LEFT if i in found.exhausted else NOT_FINITE)
+        return [
+            (row, _STAND_IN if row.slot.seq_id in self._failed else token, found.logprobs.get(i))
+            for i, (row, token) in enumerate(zip(sampling, found.token_ids, strict=True))
+        ]
+
+    def _wait_for_masks(self, slots: list[Slot]) -> None:
+        """Until all are filled. A grammar that fails, fails its sequence."""
+        for slot in slots:
+            try:
+                if slot.grammar is not None:
+                    slot.grammar.mask()
+            except GrammarError as error:
+                self._failed.setdefault(slot.seq_id, str(error))
 
     def _claim_thread(self) -> None:
         # OpenMP keeps the number of threads per calling thread: setting it where the executor is built would be lost.

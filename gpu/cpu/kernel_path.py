@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from torch import Tensor
 from ..models.config import ModelConfig
 from ..models.rope import inverse_frequencies, rotation
 from ..models.weights import DecoderWeights
-from ..sampling import GREEDY_BELOW, Sampled, SamplingRow, sample
+from ..sampling import GREEDY_BELOW, Sampled, SamplingRow
 from ..slots import Row
 from . import library as lib
 from .memory import huge_empty
 from .packing import PackedWeights, rounded_up
 from .plan import Plan, PoolShape, SharedGroups, make_plan
 from .pool import KvPool
+from .sampler import Sampler
 
 _SPARE_ROWS = 32
 """Rows behind each buffer's last: kernels read whole blocks of rows."""
@@ -83,10 +84,18 @@ class KernelPath:
         if not self._team:
             raise MemoryError(f"no memory or no permission for {num_threads} compute threads")
         self._end_team = weakref.finalize(self, library.team_close, self._team)
+        self._sampler = Sampler(library, level, self._team, num_threads=num_threads, vocab_size=config.vocab_size)
         self.description = f"{_LEVEL_NAMES[level]} kernels, {num_threads} thread{'s' * (num_threads > 1)}"
         self.seconds: dict[str, float] = dict.fromkeys(lib.PHASES, 0.0)
 
-    def compute(self, rows: Sequence[Row], draws: Sequence[SamplingRow], shared: SharedGroups) -> Sampled:
+    def compute(
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[SamplingRow],
+        shared: SharedGroups,
+        *,
+        before_draws: Callable[[], None] | None = None,
+    ) -> Sampled:
         """See `ComputePath.compute`. Adds the time of each phase to `seconds`."""
         plan = make_plan(
             rows,
@@ -97,7 +106,9 @@ class KernelPath:
         )
         self._make_room(plan)
         # Only where nobody needs the logits themselves.
-        is_greedy = all(draw.params.temperature < GREEDY_BELOW and draw.params.logprobs is None for draw in draws)
+        is_greedy = all(
+            draw.is_plain and draw.params.temperature < GREEDY_BELOW and draw.params.logprobs is None for draw in draws
+        )
         tokens = np.zeros(len(draws), dtype=np.int32)
         finite = np.zeros(len(draws), dtype=np.uint8)
         with torch.inference_mode():
@@ -111,12 +122,14 @@ class KernelPath:
                 self.seconds[name] += seconds
             if is_greedy:
                 return Sampled(tokens.tolist(), np.flatnonzero(finite == 0).tolist())
-            return sample(self.logits(len(draws)), draws)
+            if before_draws is not None:
+                before_draws()
+            return self._sampler.sample(self.logits(len(draws)), draws)
 
     def logits(self, count: int) -> Tensor:
         """The logits of the last step's first `count` samples, float32 [count, vocab_size]; overwritten by the next step.
 
-        There are none after a step whose draws were all greedy, without logprobs.
+        There are none after a step whose draws were all greedy, of plain logits and without logprobs.
         """
         return self._buffers["logits"][:count, : self._config.vocab_size]
 

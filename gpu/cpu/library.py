@@ -201,6 +201,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "run_attend_run": (None, (c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
     "run_largest": (c_double, (c_int64, c_void_p, c_int64, c_void_p)),
     "run_step": (None, (c_void_p, c_void_p, c_void_p)),
+    "sample_floats": (c_int64, (c_int64,)),
+    "run_sample": (None, (c_int64, c_void_p, c_void_p)),
     "team_open": (c_void_p, (c_int64,)),
     "team_close": (None, (c_void_p,)),
     "read_memory": (c_int64, (c_void_p, c_int64)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...protocol.errors import ConfigError
@@ -26,9 +26,18 @@ class ComputePath(Protocol):
         """In words, for the start line: which code runs, on how many threads, and why not a faster one."""
         ...
 
-    def compute(self, rows: Sequence[Row], draws: Sequence[SamplingRow], shared: SharedGroups) -> Sampled:
+    def compute(
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[SamplingRow],
+        shared: SharedGroups,
+        *,
+        before_draws: Callable[[], None] | None = None,
+    ) -> Sampled:
         """Compute all rows and draw for those that sample; `draws` belongs to these, in order.
 
+        `before_draws` is called once the logits are there, unless all draws are plain: what a draw's `allowed_mask`
+        holds counts only from then on.
         Raises `ValueError` or `IndexError` for rows at odds with the pool or the vocabulary.
         """
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,10 +22,19 @@ class TorchPath:
         self._pool = pool
         self.description = description
 
-    def compute(self, rows: Sequence[Row], draws: Sequence[SamplingRow], shared: SharedGroups) -> Sampled:
+    def compute(
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[SamplingRow],
+        shared: SharedGroups,
+        *,
+        before_draws: Callable[[], None] | None = None,
+    ) -> Sampled:
         """See `ComputePath.compute`."""
         with torch.inference_mode():
             logits = self._decoder.forward(flat_batch(rows), PagedAttention(self._pool, rows))
+            if before_draws is not None:
+                before_draws()
             return sample(logits, draws) if draws else Sampled([], [])
 
     def close(self) -> None:

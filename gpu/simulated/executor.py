@@ -17,22 +17,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
-from ...protocol.config import EngineConfig
-from ...protocol.errors import ConfigError, ModelLoadError
 from ...protocol.ids import BlockId, CopyId, Epoch, SequenceId, StepId
-from ...protocol.messages import CopyBlocks, CopyDirection, CopyDone, FailedRow, NewRow, RunStep, StepDone, TokenLogprobs
+from ...protocol.messages import (
+    Barred,
+    CopyBlocks,
+    CopyDirection,
+    CopyDone,
+    FailedRow,
+    NewRow,
+    RunStep,
+    StepDone,
+    TokenLogprobs,
+)
 from ...protocol.sampling import SamplingParams
 from ..copying import carry_out
 from ..executor import Capacity
+from ..sampling_edits import NO_TOKEN_LEFT, NOT_FINITE
 from ..slots import Row, Slot, SlotTable
+from ..structured import GrammarError, Grammars
 from ..timelines import Timelines
 from .contents import Contents, Int64Array
-from .draw import HashedToken
+from .draw import HashedToken, permitted_tokens
 from .fences import check_fences
 from .memory import BYTES_PER_SLOT, SimulatedMemory
 
@@ -61,7 +69,9 @@ class SimulatedExecutor:
     reserved_ids: Collection[int] = ()
     """Tokens the hash never gives (end tokens, say)."""
     next_token: Callable[[Sequence[int], Slot], int] | None = None
-    """Takes the place of the hash: (tokens read back, slot) -> next token."""
+    """Takes the place of the hash, but for tokens that the request bars: (tokens read back, slot) -> next token."""
+    grammars: Grammars | None = None
+    """What structured outputs need; closed with the device. None: a sequence that asks for them fails."""
     fail_rows: Callable[[RunStep], Collection[SequenceId]] | None = None
     """Rows of this step that turn NaN. Their sequences stay so until released or admitted again.
 
@@ -102,9 +112,9 @@ class SimulatedExecutor:
         self._timelines = Timelines()
         self._last_copy: dict[CopyDirection, CopyId] = {"out": CopyId(0), "in": CopyId(0)}
         self._hashed = HashedToken(self.vocab_size, self.reserved_ids)
-        self._slots = SlotTable()
+        self._slots = SlotTable(self.grammars)
         self._contents: dict[SequenceId, Contents] = {}
-        self._not_finite: set[SequenceId] = set()
+        self._failed: dict[SequenceId, str] = {}
         self._last_step = StepId(0)
         self._unusable: str | None = None
 
@@ -161,16 +171,28 @@ class SimulatedExecutor:
         """End all waiting; see `Executor.interrupt`."""
         self._timelines.close()
 
-    def reference(self, prompt_ids: Sequence[int], params: SamplingParams, num_tokens: int, *, index: int = 0) -> list[int]:
+    def reference(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        num_tokens: int,
+        *,
+        index: int = 0,
+        barred: Barred | None = None,
+    ) -> list[int]:
         """The first `num_tokens` tokens of a request run alone, computed without memory.
 
-        `index` is the sequence's number within its request. No stop is applied: a device knows none.
+        `index` is the sequence's number within its request. No stop is applied: a device knows none. Raises `ValueError`
+        where the request bars every token.
         """
-        slot = Slot(NewRow(SequenceId(0), list(prompt_ids), len(prompt_ids), params, [], index=index))
+        row = NewRow(SequenceId(0), list(prompt_ids), len(prompt_ids), params, [], index=index, barred=barred)
+        slot = Slot(row, None if self.grammars is None else self.grammars.begin(row))
         contents = Contents(0, slot.token_ids)
         for _ in range(num_tokens):
             token = self._next_token(contents.tokens(), slot)
-            slot.token_ids.append(token)
+            if token is None:
+                raise ValueError(NO_TOKEN_LEFT)
+            _append(slot, token)
             contents.extend([token])
         return slot.token_ids[len(prompt_ids) :]
 
@@ -178,6 +200,8 @@ class SimulatedExecutor:
         """Forget everything. A later `run_step` raises, a later copy fails."""
         self.interrupt()
         self._unusable = "it is closed"
+        if self.grammars is not None:
+            self.grammars.close()
         self._slots = SlotTable()
         self._contents.clear()
         self.memory = SimulatedMemory(0, self.block_size)
@@ -252,16 +276,18 @@ class SimulatedExecutor:
         rows = self._slots.apply(step)
         for seq_id in step.released:
             self._contents.pop(seq_id, None)
-        self._not_finite.difference_update(step.released)
+            self._failed.pop(seq_id, None)
         for new in step.admitted:
             self._check_tokens(new.token_ids, new.seq_id)
             self._contents[new.seq_id] = Contents(new.namespace, new.token_ids)
-            self._not_finite.discard(new.seq_id)
+            self._failed.pop(new.seq_id, None)
+            if new.params.structured_outputs is not None and self.grammars is None:
+                self._failed[new.seq_id] = "structured_outputs is not supported by a simulated device without a tokenizer"
         for row in rows:
             self._check_row(row)
         self._check_groups(step, rows)
         if self.fail_rows is not None:
-            self._not_finite.update(set(self.fail_rows(step)) & set(step.seq_ids))
+            self._failed.update(dict.fromkeys(set(self.fail_rows(step)) & set(step.seq_ids), NOT_FINITE))
         if self.record:
             self.steps.append((step.step_id, list(zip(step.seq_ids, step.starts, step.num_tokens, strict=True))))
         return rows
@@ -306,62 +332,38 @@ class SimulatedExecutor:
             read = self.memory.read_back(slot.block_table, contents, end=end, reader=slot.seq_id)
             if not samples:
                 continue
-            token = _STAND_IN
-            if slot.seq_id in self._not_finite:
-                failed.append(FailedRow(slot.seq_id, "the model's logits are not finite"))
+            token = None if slot.seq_id in self._failed else self._sampled(read, slot)
+            if token is None:
+                failed.append(FailedRow(slot.seq_id, self._failed.setdefault(slot.seq_id, NO_TOKEN_LEFT)))
+                token = _STAND_IN
+                slot.token_ids.append(token)
             else:
-                token = self._next_token(read, slot)
+                _append(slot, token)
                 seq_ids.append(slot.seq_id)
                 token_ids.append(token)
                 logprobs.append(None if slot.params.logprobs is None else self._hashed.logprobs(read, slot, token))
-            slot.token_ids.append(token)
             contents.extend([token])
         return seq_ids, token_ids, failed, logprobs
 
-    def _next_token(self, tokens: Int64Array, slot: Slot) -> int:
+    def _sampled(self, tokens: Int64Array, slot: Slot) -> int | None:
+        """The next token; None if there is none, or if the sequence's grammar fails, which fails the sequence."""
+        try:
+            return self._next_token(tokens, slot)
+        except GrammarError as error:
+            self._failed[slot.seq_id] = str(error)
+            return None
+
+    def _next_token(self, tokens: Int64Array, slot: Slot) -> int | None:
+        """None: the request bars all."""
         if self.next_token is None:
             return self._hashed.draw(tokens, slot)
         token = self.next_token(tokens.tolist(), slot)
         self._check_tokens([token], slot.seq_id)
-        return token
+        permitted = permitted_tokens(slot, self.vocab_size)
+        return token if permitted is None or permitted[token] else self._hashed.draw(tokens, slot)
 
 
-def open_simulated(config: EngineConfig, model_dir: Path | None) -> SimulatedExecutor:
-    """A simulated device of the sizes in `config`, with the vocabulary and length of the model in `model_dir`.
-
-    Reads `config.json` only. Without a directory the sizes are this module's defaults.
-    Raises `ModelLoadError` when the file is missing or unusable, `ConfigError` for a `max_model_len`
-    the model does not have.
-    """
-    vocab_size, model_len = DEFAULT_VOCAB_SIZE, DEFAULT_MAX_MODEL_LEN
-    if model_dir is not None:
-        vocab_size, model_len = _model_sizes(model_dir / "config.json")
-    max_model_len = config.max_model_len or model_len
-    if max_model_len > model_len:
-        raise ConfigError(f"max_model_len {max_model_len} is more than the model's {model_len} positions", key="max_model_len")
-    num_host_blocks = config.num_host_blocks
-    if num_host_blocks is None:
-        num_host_blocks = DEFAULT_NUM_BLOCKS if config.kv_offloading_size > 0 else 0
-    return SimulatedExecutor(
-        num_device_blocks=config.num_device_blocks or DEFAULT_NUM_BLOCKS,
-        num_host_blocks=num_host_blocks,
-        block_size=config.block_size,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        wait_for_fences=True,
-    )
-
-
-class _ModelSizes(msgspec.Struct):
-    vocab_size: int
-    max_position_embeddings: int
-
-
-def _model_sizes(path: Path) -> tuple[int, int]:
-    try:
-        sizes = msgspec.json.decode(path.read_bytes(), type=_ModelSizes)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelLoadError(f"model: {path}: {error}", key="model") from error
-    if sizes.vocab_size < 1 or sizes.max_position_embeddings < 1:
-        raise ModelLoadError(f"model: {path}: vocab_size and max_position_embeddings must be positive", key="model")
-    return sizes.vocab_size, sizes.max_position_embeddings
+def _append(slot: Slot, token: int) -> None:
+    slot.token_ids.append(token)
+    if slot.grammar is not None:
+        slot.grammar.accept(token)

@@ -174,9 +174,13 @@ class Swapped:
         self.core = s.engine._company.scheduler.core
         self.out, self.into = CopyGate(s.device, "out"), CopyGate(s.device, "in")
 
-    def begin(self):
+    async def begin(self):
+        """Both arrive before the first of their steps ends."""
+        self.s.gate.shut()
         self.older = self.s.begin(OTHER, greedy(31))
         self.reader = asyncio.ensure_future(read_all(self.s.engine.generate(prompt_of(9, 1), greedy(31), "victim")))
+        await until(lambda: self.core.num_live == 2)
+        self.s.gate.open()
 
     def is_on_host(self):
         """Whether all that the victim keeps has been copied out."""
@@ -208,7 +212,7 @@ async def swapped(open_small, request):
 
 async def test_a_request_that_is_being_swapped_out(swapped):
     swapped.out.shut()
-    swapped.begin()
+    await swapped.begin()
     await until(lambda: bool(swapped.core.queues.recovery) and swapped.out.num_held > 0)
     assert swapped.core.stats().num_preemptions["swap"] == 1
     await swapped.abort_and_check()
@@ -216,8 +220,9 @@ async def test_a_request_that_is_being_swapped_out(swapped):
 
 async def test_a_request_that_is_swapped_out(swapped):
     swapped.out.shut()
-    swapped.begin()
-    await until(lambda: bool(swapped.core.queues.recovery) and swapped.out.num_held > 0)
+    await swapped.begin()
+    # Its last row has been answered: no copy waits for a step that will not end.
+    await until(lambda: swapped.out.num_held > 0 and any(not seq.in_flight for seq in swapped.core.queues.recovery))
     swapped.s.gate.shut()  # no step ends from here on, so nobody comes back
     swapped.out.open()
     await until(swapped.is_on_host)
@@ -227,7 +232,7 @@ async def test_a_request_that_is_swapped_out(swapped):
 
 async def test_a_request_that_is_being_swapped_in(swapped):
     swapped.into.shut()
-    swapped.begin()
+    await swapped.begin()
     await until(lambda: bool(swapped.core.queues.fetching) and swapped.into.num_held > 0)
     await swapped.abort_and_check()
 
@@ -235,7 +240,7 @@ async def test_a_request_that_is_being_swapped_in(swapped):
 async def test_a_request_whose_copy_in_fails_after_it_was_aborted(swapped):
     swapped.s.device.fail_copies = lambda copy: copy.direction == "in"
     swapped.into.shut()
-    swapped.begin()
+    await swapped.begin()
     await until(lambda: bool(swapped.core.queues.fetching) and swapped.into.num_held > 0)
     await swapped.abort_and_check()
     assert swapped.core.stats().num_failed_copies

@@ -1,8 +1,9 @@
-"""9. A request that is preempted for recompute, again and again, is to its reader as if it had run alone."""
+"""9. A request that is preempted, for recompute or by swap, again and again, is to its reader as if it had run alone."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
@@ -23,22 +24,29 @@ def requests(kind):
     return [(prompt_of(10, seed), params) for seed in range(8)]
 
 
+SWAP = {"preemption_mode": "swap", "num_host_blocks": 200}
+SETTINGS = [{}, {"max_num_batched_tokens": 3}, {"max_steps_in_flight": 1}]
+
+
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 3}, {"max_steps_in_flight": 1}], ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS, *(SWAP | settings for settings in SETTINGS)], ids=str)
 async def test_every_token_comes_once_and_as_alone(stage, kind, settings):
     s = await crowd(stage, **settings)
     asked = requests(kind)
     outputs = await s.ask_all(asked)
     assert [answer_of(output) for output in outputs] == [s.alone(*request) for request in asked]
     assert max(output.metrics.num_preemptions for output in outputs) >= 2, "the pool is too large for this test"
-    total = (await s.engine.stats()).num_preemptions
-    assert total == {"recompute": sum(output.metrics.num_preemptions for output in outputs), "swap": 0}
+    stats = await s.engine.stats()
+    assert sum(stats.num_preemptions.values()) == sum(output.metrics.num_preemptions for output in outputs)
+    assert (stats.num_preemptions["swap"] > 0) == ("preemption_mode" in settings)
+    assert stats.num_swap_fallbacks == 0, "who had no full block had nothing to swap"
     await s.check_clean()
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-async def test_streamed_deltas_have_no_gap_and_no_repetition(stage, kind):
-    s = await crowd(stage)
+@pytest.mark.parametrize("settings", [{}, SWAP], ids=str)
+async def test_streamed_deltas_have_no_gap_and_no_repetition(stage, kind, settings):
+    s = await crowd(stage, **settings)
     asked = [(prompt, type(params)(**{**as_fields(params), "output_kind": "delta"})) for prompt, params in requests(kind)]
     streams = await s.submit_together(asked)
     s.gate.open()
@@ -55,8 +63,9 @@ async def test_streamed_deltas_have_no_gap_and_no_repetition(stage, kind):
     await s.check_clean()
 
 
-async def test_a_half_matched_stop_string_survives(stage, log_lines):
-    s = await crowd(stage)
+@pytest.mark.parametrize("settings", [{}, SWAP], ids=str)
+async def test_a_half_matched_stop_string_survives(stage, log_lines, settings):
+    s = await crowd(stage, **settings)
     asked = requests("greedy")
     stops = []
     for prompt, params in asked:
@@ -74,6 +83,45 @@ async def test_a_half_matched_stop_string_survives(stage, log_lines):
         assert output.outputs[0].stop_reason == stop
         assert output.outputs[0].text == text[: text.index(stop)]
     await s.check_clean()
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize("settings", [*SETTINGS, SWAP], ids=str)
+async def test_everything_that_hangs_on_earlier_tokens_goes_on(stage, kind, settings):
+    """Penalties and min_tokens count what was generated before a preemption, and so does what the text waits for."""
+    rich = {
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "bad_words": ["ab", "Q"],
+        "logprobs": 2,
+    }
+    make = greedy if kind == "greedy" else functools.partial(seeded, 7)
+    ample = await stage(block_size=4)
+    asked = []
+    for seed in range(8):
+        prompt, params = prompt_of(10, seed), make(NUM_TOKENS, min_tokens=40, output_kind="delta", **rich)
+        text = joined(await read_all(ample.engine.generate(prompt, params)))[1]
+        # The second stop is there before min_tokens, and stays in the text.
+        stops = [text[len(text) * 4 // 5 :][:5], text[5:8]]
+        asked.append((prompt, type(params)(**{**as_fields(params), "stop": stops})))
+    alone = [joined(await read_all(ample.engine.generate(*request))) for request in asked]
+    assert all(reason == "stop" and len(tokens) > 40 for tokens, _, _, reason in alone)
+    s = await crowd(stage, **settings)
+    streams = await s.submit_together(asked)
+    s.gate.open()
+    streamed = await asyncio.gather(*map(read_all, streams))
+    assert max(outputs[-1].metrics.num_preemptions for outputs in streamed) >= 2
+    assert [joined(outputs) for outputs in streamed] == alone
+    await s.check_clean()
+
+
+def joined(outputs):
+    """All deltas of a stream as one: ids, text, logprobs, and how it ended."""
+    parts = [output.outputs[0] for output in outputs]
+    ids = [token for part in parts for token in part.token_ids]
+    logprobs = [details for part in parts for details in part.logprobs]
+    return ids, "".join(part.text for part in parts), logprobs, parts[-1].finish_reason
 
 
 def as_fields(params):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repertory import UnsupportedError, ValidationError
+from repertory import ValidationError
 from repertory.tests.engine.stage import answer_of, greedy, prompt_of
 
 VOCAB = 320
@@ -43,16 +43,23 @@ async def test_a_stop_token_with_a_bad_id_is_refused_by_name(stage, bad):
     await s.check_clean()
 
 
-@pytest.mark.parametrize(
-    "field",
-    [{"logit_bias": {VOCAB: 1.0}}, {"allowed_token_ids": [VOCAB]}, {"bad_words": ["x"]}],
-    ids=lambda field: next(iter(field)),
-)
-async def test_ids_in_parameters_that_are_not_built_are_refused_with_them(stage, field):
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: repr(bad)[:24])
+@pytest.mark.parametrize("field", ["allowed_token_ids", "logit_bias"])
+async def test_a_bad_id_in_a_parameter_is_refused_by_name(stage, field, bad):
     s = await stage()
-    with pytest.raises(UnsupportedError) as caught:
-        await s.ask(prompt_of(5), greedy(5, **field))
-    assert caught.value.field == next(iter(field))
+    value = [3, bad] if field == "allowed_token_ids" else {3: 1.0, (tuple(bad) if isinstance(bad, list) else bad): 1.0}
+    with pytest.raises(ValidationError, match=field) as caught:
+        await s.ask(prompt_of(5), greedy(5, **{field: value}))
+    assert caught.value.field == field
+    assert (await s.engine.stats()).num_steps == 0
+    await s.check_clean()
+
+
+async def test_a_bad_word_of_ids_that_the_model_does_not_have_is_refused(stage):
+    s = await stage(vocab_size=280)  # the tokenizer has more
+    with pytest.raises(ValidationError) as caught:
+        await s.ask(prompt_of(5), greedy(5, bad_words=["<|im_end|>"]))
+    assert caught.value.field == "bad_words"
     await s.check_clean()
 
 

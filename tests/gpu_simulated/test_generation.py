@@ -253,7 +253,7 @@ def test_released_sequences_leave_nothing_behind(drive):
     device.step()
     assert device.executor.num_sequences == 0
     assert not device.executor._contents
-    assert not device.executor._not_finite
+    assert not device.executor._failed
 
 
 def test_capacity_repeats_the_sizes(drive):

@@ -69,3 +69,50 @@ static inline vf vf_exp2(vf a)
     p = vf_fma(p, f, vf_set1(1.f));
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23)));
 }
+
+/* a * 2^power for whole powers of -126 and more, and results of 2^-126 and more. */
+static inline vf vf_scale(vf a, vf power)
+{
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_cvtps_epi32(power), 23)));
+}
+
+/* `a` where it is above `key`, 0 elsewhere; and how many are. */
+static inline vf vf_above(vf a, float key) { return _mm256_and_ps(a, _mm256_cmp_ps(a, vf_set1(key), _CMP_GT_OQ)); }
+
+static inline int vf_num_above(vf a, float key)
+{
+    return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(a, vf_set1(key), _CMP_GT_OQ)));
+}
+
+/* Those above `low` and not above `high`, to `to`, which has room for a whole vector. Returns their number. */
+static inline int vf_pack(float *to, vf a, float low, float high)
+{
+    const vf above_low = _mm256_cmp_ps(a, vf_set1(low), _CMP_GT_OQ), to_high = _mm256_cmp_ps(a, vf_set1(high), _CMP_LE_OQ);
+    float lanes[LANES];
+    _mm256_storeu_ps(lanes, a);
+    int n = 0;
+    for (int mask = _mm256_movemask_ps(_mm256_and_ps(above_low, to_high)); mask; mask &= mask - 1)
+        to[n++] = lanes[__builtin_ctz(mask)];
+    return n;
+}
+
+/* Sums in double. */
+typedef struct {
+    __m256d low, high;
+} vd;
+
+static inline vd vd_zero(void) { return (vd){_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+
+static inline vd vd_add(vd s, vf a)
+{
+    s.low = _mm256_add_pd(s.low, _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
+    s.high = _mm256_add_pd(s.high, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
+    return s;
+}
+
+static inline double vd_sum(vd s)
+{
+    double lanes[4];
+    _mm256_storeu_pd(lanes, _mm256_add_pd(s.low, s.high));
+    return lanes[0] + lanes[1] + (lanes[2] + lanes[3]);
+}

@@ -62,3 +62,39 @@ static inline vf vf_exp2(vf a)
     p = vf_fma(p, f, vf_set1(1.f));
     return _mm512_scalef_ps(p, whole);
 }
+
+/* a * 2^power for whole powers. */
+static inline vf vf_scale(vf a, vf power) { return _mm512_scalef_ps(a, power); }
+
+/* `a` where it is above `key`, 0 elsewhere; and how many are. */
+static inline vf vf_above(vf a, float key) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, vf_set1(key), _CMP_GT_OQ), a); }
+
+static inline int vf_num_above(vf a, float key)
+{
+    return __builtin_popcount(_mm512_cmp_ps_mask(a, vf_set1(key), _CMP_GT_OQ));
+}
+
+/* Those above `low` and not above `high`, to `to`, which has room for a whole vector. Returns their number. */
+static inline int vf_pack(float *to, vf a, float low, float high)
+{
+    __mmask16 mask = _mm512_cmp_ps_mask(a, vf_set1(low), _CMP_GT_OQ);
+    mask = _mm512_mask_cmp_ps_mask(mask, a, vf_set1(high), _CMP_LE_OQ);
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, a));
+    return __builtin_popcount(mask);
+}
+
+/* Sums in double. */
+typedef struct {
+    __m512d low, high;
+} vd;
+
+static inline vd vd_zero(void) { return (vd){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+
+static inline vd vd_add(vd s, vf a)
+{
+    s.low = _mm512_add_pd(s.low, _mm512_cvtps_pd(_mm512_castps512_ps256(a)));
+    s.high = _mm512_add_pd(s.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)));
+    return s;
+}
+
+static inline double vd_sum(vd s) { return _mm512_reduce_add_pd(_mm512_add_pd(s.low, s.high)); }

@@ -50,3 +50,27 @@ static inline void vf_store_bf16(bf16 *p, vf a)
         p[i] = a.lane[i] != a.lane[i] ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
 }
+
+/* a * 2^power for whole powers of -126 and more. */
+static inline vf vf_scale(vf a, vf power) { EACH_LANE a.lane[i] = ldexpf(a.lane[i], (int)power.lane[i]); return a; }
+
+/* `a` where it is above `key`, 0 elsewhere; and how many are. */
+static inline vf vf_above(vf a, float key) { EACH_LANE a.lane[i] = a.lane[i] > key ? a.lane[i] : 0; return a; }
+static inline int vf_num_above(vf a, float key) { int n = 0; EACH_LANE n += a.lane[i] > key; return n; }
+
+/* Those above `low` and not above `high`, to `to`, which has room for a whole vector. Returns their number. */
+static inline int vf_pack(float *to, vf a, float low, float high)
+{
+    int n = 0;
+    EACH_LANE { to[n] = a.lane[i]; n += a.lane[i] > low && a.lane[i] <= high; }
+    return n;
+}
+
+/* Sums in double. */
+typedef struct {
+    double lane[4];
+} vd;
+
+static inline vd vd_zero(void) { vd r = {{0}}; return r; }
+static inline vd vd_add(vd s, vf a) { EACH_LANE s.lane[i] += a.lane[i]; return s; }
+static inline double vd_sum(vd s) { return s.lane[0] + s.lane[1] + (s.lane[2] + s.lane[3]); }

@@ -1,0 +1,18 @@
+/* Sampling for AVX2. */
+#ifdef __x86_64__
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#include "vec_avx2.h"
+#include "sample.h"
+
+enum Outcome sample_avx2(const Draw *draw, const float *logits, int64_t vocab, Workspace space, int32_t *token)
+{
+    return sample(draw, logits, vocab, space, token);
+}
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
