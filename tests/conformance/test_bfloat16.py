@@ -123,11 +123,11 @@ def in_kernels(model_dir: Path, num_blocks: int) -> Compute:
 
     def compute(rows: Sequence[Row]) -> Tensor:
         greedy = [SamplingRow(row.slot.params, 0, 0) for row in rows if row.samples]
-        tokens, failed = path.compute(rows, greedy, ())
+        sampled = path.compute(rows, greedy, ())
         # Greedy rows get their token without their logits being written out: the same again for rows that draw.
         path.compute(rows, [SamplingRow(SamplingParams(seed=0), 0, 0) for _ in greedy], ())
         logits = path.logits(len(greedy)).clone()
-        assert (tokens, failed) == (logits.argmax(-1).tolist(), [])
+        assert (sampled.token_ids, sampled.failed) == (logits.argmax(-1).tolist(), [])
         return logits
 
     return compute
