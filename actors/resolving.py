@@ -81,8 +81,9 @@ class Resolver:
     def _barred(self, params: SamplingParams) -> Barred | None:
         # The ends too where they are ignored: a text is no longer for an end in its middle.
         # Of a grammar they are held back where its mask is made: they may be all that it has left.
-        model_ends = self.eos_token_ids if params.structured_outputs is None else ()
-        ends = sorted({*model_ends, *(params.stop_token_ids or ())}) if params.min_tokens else []
+        ends = sorted({*self.eos_token_ids, *(params.stop_token_ids or ())}) if params.min_tokens else []
+        if params.structured_outputs is not None:
+            ends = [token for token in ends if token not in self.eos_token_ids]
         phrases = self._phrases(params.bad_words) if params.bad_words else []
         return Barred(ends, phrases) if ends or phrases else None
 

@@ -2,7 +2,7 @@
 
 Some grammars of a few hundred characters take the compiler minutes, or its stack (intersections of expressions, chains of
 terminals), whatever limits it is given. Here that costs a process, which the system ends: after `CPU_LIMIT_S` of processor
-time, or at `MEMORY_LIMIT_BYTES`. Reads a `Question` as JSON, writes the compiler's message, empty where all is well.
+time, or at `MEMORY_LIMIT_BYTES`. Reads a `Question` as JSON, writes an `Answer`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 CPU_LIMIT_S = 2
 """Its start takes a tenth of it."""
 MEMORY_LIMIT_BYTES = 2 << 30
+NOTHING_ALLOWED = "NoExtensionBias"
+"""What llguidance calls an empty mask."""
+OUT_OF_ROOM = 3
+"""Its status where Python itself ran out of memory or stack."""
 
 
 class Question(msgspec.Struct, array_like=True):
@@ -30,6 +34,12 @@ class Question(msgspec.Struct, array_like=True):
     eos_token_id: int
     names: dict[int, str]
     special: list[int]
+
+
+class Answer(msgspec.Struct):
+    """The compiler's message, empty where all is well. Whatever else is written is no answer."""
+
+    message: str
 
 
 class Names:
@@ -64,17 +74,30 @@ def message_of(question: Question) -> str:
     if is_error:
         return messages[0]
     # For its cost: this goes further than validating does. Whether a mask allows anything is not for this vocabulary to say.
-    LLMatcher(vocabulary, question.grammar, log_level=0, limits=limits()).compute_bitmask()
-    return ""
+    matcher = LLMatcher(vocabulary, question.grammar, log_level=0, limits=limits())
+    matcher.compute_bitmask()
+    error = matcher.get_error() if matcher.is_error() else ""
+    return "" if error.startswith(NOTHING_ALLOWED) else error
 
 
 def main() -> None:
     """Answer one question."""
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_CPU, CPU_LIMIT_S)
+    _limit(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
-    sys.stdout.write(message_of(question))
+    try:
+        message = message_of(question)
+    except (MemoryError, RecursionError):
+        sys.exit(OUT_OF_ROOM)
+    sys.stdout.buffer.write(msgspec.json.encode(Answer(message)))
+
+
+def _limit(what: int, least: int) -> None:
+    """Not more than `least`, nor than what this process was given."""
+    inherited = resource.getrlimit(what)[1]
+    limit = least if inherited == resource.RLIM_INFINITY else min(least, inherited)
+    resource.setrlimit(what, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,19 @@ compilation after a second or so, and the time and memory of the process in whic
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..protocol.errors import ValidationError
 from ..protocol.structured import FIELD, StructuredOutputs
-from .grammar_process import Question
+from .grammar_process import OUT_OF_ROOM, Answer, Question
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -34,6 +37,8 @@ _MAX_LEXER_FUEL = 500_000
 _MAX_LEXER_STATES = 20_000
 """One or two kilobytes each."""
 _MAX_MESSAGE = 1_000
+_ENDED_BY_LIMITS = (signal.SIGKILL, signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+"""How the system ends a process for its time, its memory or its stack."""
 _NUM_REMEMBERED = 64
 _TOO_COMPLEX = "it is too complex: compiling it takes too much time or memory"
 _WHITE_SPACE = r"[ \t]{1,32}|\r?\n[ \t]{0,32}"
@@ -52,6 +57,7 @@ class GrammarChecker:
         names = {i: token.content for i, token in added.items()}
         self._question = Question("", vocab_size, eos_token_id, names, [i for i, token in added.items() if token.special])
         self._good: dict[str, None] = {}  # used as an ordered set
+        self._lock = threading.Lock()
 
     def settle(self, wanted: StructuredOutputs) -> StructuredOutputs:
         """`wanted`, which has passed `check_structured_outputs`, as text that the device compiles: a schema's JSON, or Lark.
@@ -68,24 +74,37 @@ class GrammarChecker:
         if text not in self._good:
             if message := self._compiled(text):
                 raise ValidationError(f"{FIELD}.{name}: {shown(message)}", field=FIELD)
-            self._good[text] = None
-            if len(self._good) > _NUM_REMEMBERED:
-                self._good.pop(next(iter(self._good)), None)
+            with self._lock:
+                self._good[text] = None
+                if len(self._good) > _NUM_REMEMBERED:
+                    del self._good[next(iter(self._good))]
         return settled
 
     def _compiled(self, text: str) -> str:
         """The compiler's message; empty: all is well."""
-        command = [sys.executable, "-m", f"{__package__}.grammar_process"]
+        # -P and the path: what lies in the current directory is nothing that is to run here.
+        command = [sys.executable, "-P", "-m", f"{__package__}.grammar_process"]
+        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if os.path.isabs(path))}
         question = msgspec.json.encode(msgspec.structs.replace(self._question, grammar=text))
         try:
-            run = subprocess.run(command, input=question, capture_output=True, timeout=PATIENCE_S, check=False)
+            run = subprocess.run(
+                command,
+                input=question,
+                capture_output=True,
+                timeout=PATIENCE_S,
+                check=False,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
         except subprocess.TimeoutExpired:
             return _TOO_COMPLEX
-        if run.returncode < 0:
-            return _TOO_COMPLEX  # ended by the system, for its time, its memory or its stack
-        if run.returncode:
-            raise RuntimeError(f"the process that compiles grammars failed: {run.stderr.decode(errors='replace')[-500:]}")
-        return run.stdout.decode(errors="replace")
+        if run.returncode == OUT_OF_ROOM or -run.returncode in _ENDED_BY_LIMITS:
+            return _TOO_COMPLEX
+        try:
+            return msgspec.json.decode(run.stdout, type=Answer).message
+        except msgspec.DecodeError:
+            words = run.stderr.decode(errors="replace")[-500:]
+            raise RuntimeError(f"the process that compiles grammars ended with {run.returncode}: {words}") from None
 
 
 def _as_text(wanted: StructuredOutputs) -> StructuredOutputs:

@@ -91,6 +91,11 @@ class LogitEdits:
         """The edits of a sequence as it is sent; None for one that asks for none. They have seen nothing yet."""
         return cls(row) if row.barred is not None or asks_for_edits(row.params) else None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next token's logits stay as they are: `min_tokens` have come, no bad word has begun."""
+        return self.allowed is None and not (len(self.barred) or len(self.bias_ids) or len(self.seen_ids))
+
     def catch_up(self, token_ids: Sequence[int]) -> None:
         """Take in what has been appended to the log since the last call; the edits are then those for the next token."""
         if self._from_token is not None:

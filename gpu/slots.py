@@ -42,9 +42,10 @@ class Slot:
 
     def edits(self) -> LogitEdits | None:
         """What changes the logits of the next token, None if nothing does."""
-        if self._edits is not None:
-            self._edits.catch_up(self.token_ids)
-        return self._edits
+        if self._edits is None:
+            return None
+        self._edits.catch_up(self.token_ids)
+        return None if self._edits.is_idle else self._edits
 
 
 class Row(NamedTuple):

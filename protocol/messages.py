@@ -254,6 +254,8 @@ class FailedRow(Columns, frozen=True):
 
     seq_id: SequenceId
     message: str
+    is_sound: bool = False
+    """Its KV may be shared: the logits were finite, and what it asked for is at fault."""
 
 
 class TokenLogprobs(Columns, frozen=True):

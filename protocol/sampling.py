@@ -23,7 +23,8 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 """Most likely tokens that can be asked for: OpenAI's limit, and vLLM's default one."""
 MAX_BEAM_WIDTH = 32
-MAX_LENGTH_PENALTY = 100.0
+MAX_LENGTH_PENALTY = 32.0
+"""A hundred thousand tokens to this power are still a number."""
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024

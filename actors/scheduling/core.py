@@ -42,6 +42,7 @@ from ...protocol.messages import (
     DeviceLost,
     DeviceReady,
     DeviceShared,
+    FailedRow,
     Refused,
     Resend,
     RunStep,
@@ -142,7 +143,9 @@ class SchedulerCore:
         if followed is None or followed.admit.cache_salt != message.cache_salt:
             return None
         start = followed.admit.token_ids
-        return followed.sequences[0] if message.token_ids[: len(start)] == start else None
+        # By more than a token it could wait for what nobody computes.
+        goes_on = len(message.token_ids) == len(start) + 1 and message.token_ids[: len(start)] == start
+        return followed.sequences[0] if goes_on else None
 
     def _new_sequence(self, message: Admit, rank_class: int, index: int, leader: Sequence | None) -> Sequence:
         seq_id = self._last_seq_id = SequenceId(self._last_seq_id + 1)
@@ -172,7 +175,7 @@ class SchedulerCore:
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
         queues = self.queues
-        num_begun = len(queues.running) + len(queues.recovery) + len(queues.fetching)
+        num_begun = sum(not seq.is_ending for seq in queues.running) + len(queues.recovery) + len(queues.fetching)
         num_free = max(0, self.config.running_limit - num_begun)
         if queues.num_waiting_requests - num_free >= self.config.max_num_queued:
             raise QueueFullError(f"{queues.num_waiting_requests} requests are waiting already (max_num_queued)")
@@ -368,20 +371,21 @@ class SchedulerCore:
                 self._finish(seq, "length", now)
 
     def _fail_rows(self, message: StepDone, now: float) -> None:
-        """End the requests of rows whose logits were not finite; roll back whoever shared what they computed."""
-        failed: list[tuple[RequestId, str]] = []
+        """End the requests of rows that failed. Where logits were not finite, roll back whoever shared what they computed."""
+        failed: list[tuple[RequestId, FailedRow]] = []
         for failure in message.failed:
             seq = self._sequences.get(failure.seq_id)
             if seq is None or message.step_id <= seq.void_until:
                 continue  # rolled back: it read what another one spoilt, and fails again if it was not that
-            for victim in self.cache.fail(seq.holding, seq.log):
+            for victim in () if failure.is_sound else self.cache.fail(seq.holding, seq.log):
                 self._roll_back(self._sequences[victim.seq_id])
-            failed.append((seq.request_id, failure.message))
+            failed.append((seq.request_id, failure))
         # Only now: one row's request may be that of another failed row, whose part of the tree is to go as well.
-        for request_id, reason in failed:
+        for request_id, failure in failed:
             request = self._requests.get(request_id)
             if request is not None:
-                self._end(request, "error", now, problem=problem_of(RequestFailedError(reason)), is_sound=False)
+                problem = problem_of(RequestFailedError(failure.message))
+                self._end(request, "error", now, problem=problem, is_sound=failure.is_sound)
 
     def _roll_back(self, seq: Sequence) -> None:
         """All that steps in flight sample for `seq` rests on KV that is gone: this answer and the next ones."""

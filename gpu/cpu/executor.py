@@ -139,7 +139,8 @@ class CpuExecutor:
             seq_id = row.slot.seq_id
             row.slot.token_ids.append(token)
             if seq_id in self._failed:
-                failed.append(FailedRow(seq_id, self._failed[seq_id]))
+                reason = self._failed[seq_id]
+                failed.append(FailedRow(seq_id, reason, is_sound=reason != NOT_FINITE))
             else:
                 seq_ids.append(seq_id)
                 token_ids.append(token)

@@ -334,7 +334,8 @@ class SimulatedExecutor:
                 continue
             token = None if slot.seq_id in self._failed else self._sampled(read, slot)
             if token is None:
-                failed.append(FailedRow(slot.seq_id, self._failed.setdefault(slot.seq_id, NO_TOKEN_LEFT)))
+                reason = self._failed.setdefault(slot.seq_id, NO_TOKEN_LEFT)
+                failed.append(FailedRow(slot.seq_id, reason, is_sound=reason != NOT_FINITE))
                 token = _STAND_IN
                 slot.token_ids.append(token)
             else:

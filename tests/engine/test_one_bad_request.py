@@ -142,6 +142,17 @@ async def test_logits_that_are_not_finite_fail_that_request_alone(stage, step):
     assert completion.token_ids == s.alone(bad, greedy(20)).token_ids[: 0 if step == "first" else 4]
 
 
+async def test_parameters_that_leave_no_token_fail_that_request_and_its_prompt_stays_cached(stage):
+    s = await stage(block_size=4)
+    prompt = prompt_of(13, 9)
+    nothing = SamplingParams(temperature=0.0, allowed_token_ids=[2], min_tokens=2, max_tokens=4)  # 2 is the model's end
+    completion = (await last_of(s.engine.generate(prompt, nothing))).outputs[0]
+    assert (completion.finish_reason, completion.token_ids) == ("error", [])
+    assert "no token is left" in completion.stop_reason
+    again = await last_of(s.engine.generate(prompt, greedy(2)))
+    assert again.num_cached_tokens == 12
+
+
 # ---- what is large ------------------------------------------------------------------------------
 
 

@@ -184,6 +184,7 @@ def test_text_may_be_the_prompt_and_the_length_is_clamped_to_the_room_there_is(t
         (BeamSearchParams(2, max_tokens=10**30), "max_tokens", ValidationError),
         (BeamSearchParams(2, length_penalty=float("nan")), "length_penalty", ValidationError),
         (BeamSearchParams(2, length_penalty=10.0**6), "length_penalty", ValidationError),
+        (BeamSearchParams(2, length_penalty=32.1), "length_penalty", ValidationError),
         (BeamSearchParams(2, ignore_eos=1), "ignore_eos", ValidationError),  # type: ignore[arg-type]
         (BeamSearchParams(2, temperature=0.5), "temperature", UnsupportedError),
         ({"beam_width": 2}, "params", ValidationError),

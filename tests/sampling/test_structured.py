@@ -114,6 +114,24 @@ def test_what_would_hang_or_crash_the_compiler_is_refused(checker: GrammarChecke
     assert checker.settle(StructuredOutputs(regex="a")) == StructuredOutputs(regex="a")
 
 
+def test_what_lies_in_the_current_directory_is_not_run_and_no_answer_is_none(
+    checker: GrammarChecker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("llguidance", "msgspec", "json"):
+        (tmp_path / f"{name}.py").write_text("import sys\nopen('it_ran', 'w').close()\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValidationError, match=r"structured_outputs\.regex"):
+        checker.settle(StructuredOutputs(regex="[not closed"))
+    checker.settle(StructuredOutputs(regex="[a-z]+ in here"))
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_a_grammar_whose_first_mask_fails_is_refused(checker: GrammarChecker) -> None:
+    terms = " & ".join(f"/.*x{number}.*/" for number in range(13))
+    with pytest.raises(ValidationError, match=r"structured_outputs\.grammar"):
+        checker.settle(StructuredOutputs(grammar=f"start: A\nA: {terms}\n"))
+
+
 def test_tokens_by_number_are_those_of_the_model(checker: GrammarChecker) -> None:
     assert checker.settle(StructuredOutputs(grammar="start: <[319]>")).grammar
     with pytest.raises(ValidationError, match="320"):

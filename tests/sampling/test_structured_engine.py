@@ -122,7 +122,7 @@ async def test_an_answer_that_can_go_on_does_so_while_ends_are_ignored_or_it_is_
     assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 40)
     short = await answer(engine, asking(PROMPT, word, min_tokens=20, max_tokens=400))
     assert len(short.token_ids) >= 20 and EOS not in short.token_ids[:-1]
-    for settings in ({"ignore_eos": True}, {"min_tokens": 12}):
+    for settings in ({"ignore_eos": True}, {"min_tokens": 12}, {"min_tokens": 12, "stop_token_ids": [EOS]}):
         ended = await answer(engine, asking(PROMPT, StructuredOutputs(choice=["yes"]), max_tokens=12, **settings))
         assert (ended.text, ended.finish_reason) == ("yes", "stop"), "nothing else may follow"
 
