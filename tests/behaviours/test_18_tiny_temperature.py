@@ -10,7 +10,7 @@ import torch
 
 from repertory import SamplingParams, ValidationError
 from repertory.gpu.cpu.executor import CpuExecutor
-from repertory.gpu.sampling import sample
+from repertory.gpu.sampling import Sampled, sample
 from repertory.tests.engine.stage import answer_of, last_of, prompt_of
 
 TINY = [0, 0.0, -0.0, 1e-300, 1e-30, 1e-6, 1e-5, 1e-4, 1e-3]
@@ -39,8 +39,8 @@ class PeakedPath:
         logits[0, SECOND], logits[0, BEST], logits[0, 0] = 29.5, 30.0, -math.inf
         self.logits = logits.float()
 
-    def compute(self, rows, draws, shared):
-        return sample(self.logits.repeat(len(draws), 1), draws) if draws else ([], [])
+    def compute(self, rows, draws, shared, *, before_draws):
+        return sample(self.logits.repeat(len(draws), 1), draws) if draws else Sampled([], [])
 
     def close(self):
         pass

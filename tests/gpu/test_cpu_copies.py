@@ -65,10 +65,10 @@ def test_copies_run_beside_a_step_and_beside_each_other(tiny_llama: Path, monkey
     computing, go_on = threading.Event(), threading.Event()
     really = device._path.compute
 
-    def compute(*args: Any) -> Any:
+    def compute(*args: Any, **named: Any) -> Any:
         computing.set()
         assert go_on.wait(PATIENCE_S)
-        return really(*args)
+        return really(*args, **named)
 
     monkeypatch.setattr(device._path, "compute", compute)
     step = begin(lambda: stepper.step({1: len(PROMPT)}))
