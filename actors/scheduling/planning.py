@@ -29,7 +29,7 @@ blocks are the first to go when a candidate lacks some.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
+from itertools import islice
 
 from ...protocol.config import EngineConfig
 from ...protocol.ids import SequenceId
@@ -44,18 +44,6 @@ from .pressure import Pressure
 from .queues import Queues
 from .reserve import Reserve
 from .sequence import Sequence, State
-
-
-class Behind:
-    """The ids of those in `queue` that come after `rank`, the last first, found when they are asked for."""
-
-    def __init__(self, queue: list[Sequence], rank: tuple[int, int]) -> None:
-        self._queue = queue
-        self._rank = rank
-
-    def __iter__(self) -> Iterator[SequenceId]:
-        return (seq.seq_id for seq in takewhile(lambda seq: seq.rank > self._rank, reversed(self._queue)))
-
 
 MOST_VICTIMS = 16
 """Sequences, the last in order, among which the cheapest to preempt is looked for."""
@@ -194,12 +182,8 @@ class Planner:
         return min(candidates, key=self._price)
 
     def _price(self, seq: Sequence) -> float:
-        decision = self.pressure.decide(seq, self._behind(seq))
+        decision = self.pressure.decide(seq, self.queues.behind(seq))
         return per_block(decision, self.cache.num_freed_by(seq.holding))
-
-    def _behind(self, seq: Sequence) -> Behind:
-        """The preempted behind `seq` in order, the last first: whose host blocks it may have."""
-        return Behind(self.queues.recovery, seq.rank)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
         return seq.has_gained and self.cache.num_freed_by(seq.holding) > 0
@@ -209,7 +193,7 @@ class Planner:
         freed = self.cache.num_freed_by(victim.holding)
         draft.num_preempted += 1
         self.keep(victim)
-        decision = self.pressure.give_up(victim, self._behind(victim))
+        decision = self.pressure.give_up(victim, self.queues.behind(victim))
         self.set_back(victim)
         victim.num_preemptions += 1
         self._on_preempt(victim, freed, decision)
@@ -278,7 +262,7 @@ class Planner:
             if seq.holding.jobs:
                 queues.fetch(seq)
                 continue
-            self._start(seq)
+            self.start(seq)
             if seq.is_suspect:
                 return  # it runs alone: now if nobody else has a row, else in a step of its own
         self._fetch_ahead(draft, growth)
@@ -286,18 +270,14 @@ class Planner:
     def _growth(self) -> int:
         return self.reserve.growth(self.queues.running) + self.reserve.growth(self.queues.fetching.values())
 
-    def _start(self, seq: Sequence) -> None:
-        """Run `seq`, which is admitted and has all that it found."""
+    def start(self, seq: Sequence) -> None:
+        """Run `seq`, which is admitted, and has all that it found on the device."""
         seq.num_computed = seq.holding.num_tree_blocks * self.cache.block_size
         seq.prefill_end = seq.length
         if seq.counts_hits:
             self.num_queried_tokens += seq.num_prompt_tokens
             self._count_hit(seq, seq.num_computed)
         self.queues.start(seq)
-
-    def on_fetched(self, seq: Sequence) -> None:
-        """All that `seq` waited for has been copied in."""
-        self._start(seq)
 
     def _may_fetch(self, draft: Draft, choices: list[Choice]) -> MayFetch:
         return self.pressure.may_fetch(choices, alone=draft.is_only and not draft.rows and not self.queues.running)
@@ -406,6 +386,8 @@ class Planner:
 
     def _look_up(self, draft: Draft, seq: Sequence) -> Advance:
         """Take what others have entered meanwhile."""
+        if self._waits_for_leader(draft, seq):
+            return Advance(seq.num_computed, None, must_wait=True)
         advance = self.cache.advance(seq.holding, seq.log, seq.num_computed)
         gained = advance.num_computed - seq.num_computed
         seq.num_computed = advance.num_computed
@@ -413,35 +395,43 @@ class Planner:
             self._count_hit(seq, gained)
         if advance.copy is not None:
             draft.copies.append(advance.copy)
-        if seq.leader is not None and not advance.must_wait:
-            return self._look_at_leader(draft, seq, seq.leader, advance)
+        if not advance.must_wait and self._copies_from_leader(draft, seq):
+            return Advance(seq.num_computed, None, must_wait=False)
         return advance
 
-    def _look_at_leader(self, draft: Draft, seq: Sequence, leader: Sequence, advance: Advance) -> Advance:
-        """Take the part of the prompt that fills no block from the leader, or wait for it.
+    def _leader(self, seq: Sequence) -> Sequence | None:
+        """Whom `seq` may take the part of its prompt from that fills no block.
 
         Only before the first token of `seq`, so that what it copies enters the tree no sooner than that token shows
         it to be sound. A leader of the same request has perhaps not shown it yet, but all of it ends when a row fails.
         """
-        size, last = self.cache.block_size, seq.num_prompt_tokens - 1
-        index = last // size
+        leader = seq.leader
         if (
-            seq.num_computed >= last
+            leader is None
+            or leader.state is not State.RUNNING
+            or seq.num_computed >= seq.num_prompt_tokens - 1
             or len(seq.log) > seq.num_prompt_tokens
             or seq.is_suspect  # it has to run alone
-            or leader.state is not State.RUNNING
             or not self.cache.enable_prefix_caching
         ):
-            return advance
-        if leader.num_computed < last or draft.computes(leader, last - 1):
-            assert advance.copy is None or draft.rows, "a copy in a step without rows"
-            return advance._replace(must_wait=True)
-        if seq.holding.num_tree_blocks != index or not self.cache.grow(seq.holding, last + 1):
-            return advance
+            return None
+        return leader
+
+    def _waits_for_leader(self, draft: Draft, seq: Sequence) -> bool:
+        """Whether the leader still computes, in this step or later, what `seq` will copy."""
+        leader, last = self._leader(seq), seq.num_prompt_tokens - 1
+        return leader is not None and (leader.num_computed < last or draft.computes(leader, last - 1))
+
+    def _copies_from_leader(self, draft: Draft, seq: Sequence) -> bool:
+        """Take the part of the prompt that fills no block from the leader, which has it, if there is room for it."""
+        leader, size, last = self._leader(seq), self.cache.block_size, seq.num_prompt_tokens - 1
+        index = last // size
+        if leader is None or seq.holding.num_tree_blocks != index or not self.cache.grow(seq.holding, last + 1):
+            return False
         source, target = leader.holding.block_table[index], seq.holding.block_table[index]
         draft.copies.append(BlockCopy(source, target, last - index * size))
         seq.num_computed = last
-        return Advance(last, None, must_wait=False)
+        return True
 
     def _count_hit(self, seq: Sequence, num_tokens: int) -> None:
         seq.num_cached_tokens += num_tokens

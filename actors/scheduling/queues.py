@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import takewhile
 
 from ...protocol.ids import SequenceId
 from .sequence import Sequence, State
@@ -13,6 +14,17 @@ from .sequence import Sequence, State
 
 def _rank(seq: Sequence) -> tuple[int, int]:
     return seq.rank
+
+
+class Behind:
+    """The ids of those in `queue` that come after `rank`, the last first, found as they are asked for."""
+
+    def __init__(self, queue: list[Sequence], rank: tuple[int, int]) -> None:
+        self._queue = queue
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[SequenceId]:
+        return (seq.seq_id for seq in takewhile(lambda seq: seq.rank > self._rank, reversed(self._queue)))
 
 
 class Queues:
@@ -92,6 +104,10 @@ class Queues:
         """Running sequences after `seq` in order, the last first."""
         place = bisect_left(self.running, seq.rank, key=_rank)
         return reversed(self.running[place + 1 :])
+
+    def behind(self, seq: Sequence) -> Behind:
+        """The preempted after `seq` in order, the last first: whose host blocks it may have."""
+        return Behind(self.recovery, seq.rank)
 
     def _queue(self, seq: Sequence) -> list[Sequence]:
         if seq.state is State.RUNNING:
