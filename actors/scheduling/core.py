@@ -17,8 +17,6 @@ decisions. `now` is monotonic seconds.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ...gpu.executor import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import (
@@ -66,6 +64,7 @@ from .reports import Report
 from .request import Request
 from .sequence import Sequence, State
 from .sharing import SharedGroups
+from .table import RequestTable
 from .telling import Sampled, Telling
 
 
@@ -98,18 +97,16 @@ class SchedulerCore:
             on_host_hit=self.telling.host_hit,
         )
         self.max_length = longest_sequence(capacity)
+        self.table = RequestTable(max_length=self.max_length, credit_window=config.credit_window)
         self.draining = False
         self.device_is_ready = True
         self.num_restarts = 0
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self._requests: dict[RequestId, Request] = {}
-        self._sequences: dict[SequenceId, Sequence] = {}
         self._steps: dict[StepId, Draft] = {}
         self._released: list[SequenceId] = []
         self._copies_before: list[CopyBlocks] = []
         self._copies_after: list[CopyBlocks] = []
-        self._last_seq_id = SequenceId(0)
         self._last_step_id = StepId(0)
         self._planned_s = float("-inf")
 
@@ -119,7 +116,7 @@ class SchedulerCore:
         """Queue a request, all its sequences, or refuse it. One that is here already (its sender crashed and said it
         again) is a no-op.
         """
-        if message.request_id in self._requests:
+        if message.request_id in self.table:
             return
         try:
             self._check_admissible(message)
@@ -127,42 +124,9 @@ class SchedulerCore:
             self.refuse(message.request_id, problem_of(error))
             return
         rank_class = self.policy.priority_class(message)  # a policy may be anybody's: nothing has changed yet if it raises
-        request = self._requests[message.request_id] = Request(message)
-        leader = self._followed(message)
-        for index in range(message.params.n):
-            seq = self._new_sequence(message, rank_class, index, leader)
-            leader = leader or seq
+        for seq in self.table.add(message, rank_class, self.cache).sequences:
             seq.queued_s = now
-            request.add(seq)
-            self._sequences[seq.seq_id] = seq
             self.queues.add_waiting(seq)
-
-    def _followed(self, message: Admit) -> Sequence | None:
-        """The sequence whose KV the request goes on from, if it is still here and it really does."""
-        followed = None if message.follows is None else self._requests.get(message.follows)
-        if followed is None or followed.admit.cache_salt != message.cache_salt:
-            return None
-        start = followed.admit.token_ids
-        # By more than a token it could wait for what nobody computes.
-        goes_on = len(message.token_ids) == len(start) + 1 and message.token_ids[: len(start)] == start
-        return followed.sequences[0] if goes_on else None
-
-    def _new_sequence(self, message: Admit, rank_class: int, index: int, leader: Sequence | None) -> Sequence:
-        seq_id = self._last_seq_id = SequenceId(self._last_seq_id + 1)
-        wanted = message.params.max_tokens
-        room = self.max_length if wanted is None else len(message.token_ids) + wanted
-        seq = Sequence(
-            seq_id,
-            message,
-            self.cache.open(seq_id, message.cache_salt),
-            max_length=min(self.max_length, room),
-            rank=(rank_class, seq_id),
-            index=index,
-            leader=leader,
-        )
-        if message.params.output_kind != "final_only":
-            seq.credit_length = seq.num_prompt_tokens + self.config.credit_window
-        return seq
 
     def refuse(self, request_id: RequestId, problem: Problem) -> None:
         """End a request that was never queued."""
@@ -182,30 +146,28 @@ class SchedulerCore:
 
     def on_abort(self, message: Abort, now: float) -> None:
         """End a request, or one sequence of it. Unknown and ended ids are a no-op."""
-        request = self._requests.get(message.request_id)
-        if request is None:
-            return
         reason: FinishReason = "stop" if message.reason == "stop" else "error" if message.reason == "error" else "abort"
         if message.index is None:
-            self._end(request, reason, now)
-        elif message.index < len(request.sequences):
-            seq = request.sequences[message.index]
-            if seq.state is not State.FINISHED:
-                self._finish(seq, reason, now)
+            request = self.table.get(message.request_id)
+            if request is not None:
+                self._end(request, reason, now)
+            return
+        seq = self.table.sequence(message.request_id, message.index)
+        if seq is not None and seq.state is not State.FINISHED:
+            self._finish(seq, reason, now)
 
     def on_credit(self, message: Credit) -> None:
         """A reader has taken tokens. If that was what its request waited for, it comes back at its rank."""
-        request = self._requests.get(message.request_id)
-        if request is None or message.index >= len(request.sequences):
+        seq = self.table.sequence(message.request_id, message.index)
+        if seq is None:
             return
-        seq = request.sequences[message.index]
         seq.credit_length += message.num_tokens
         if seq.state is State.PAUSED and not seq.is_out_of_credit:
             self.queues.resume(seq)
 
     def on_resend(self, message: Resend, now: float) -> None:
         """Repeat what the detokenizer was told of a request, running or ended."""
-        self.telling.repeat(self._requests.get(message.request_id), message.request_id, now)
+        self.telling.repeat(self.table.get(message.request_id), message.request_id, now)
 
     def on_closed(self, message: Closed) -> None:
         """The terminals of these requests are out."""
@@ -225,16 +187,22 @@ class SchedulerCore:
             return None
         self._planned_s = now
         step = self._plan(now)
+        if self.cache.host is not None:
+            self._move(step, now)
+        return step
+
+    def _move(self, step: RunStep | None, now: float) -> None:
+        """What planning `step` has decided to copy, and what there is time to copy ahead beside it."""
         copies = self.pressure.take_copies(self.epoch)
         self._copies_before += [copy for copy in copies if copy.direction == "out"]
         self._copies_after += [copy for copy in copies if copy.direction == "in"]
-        self.pressure.write_back(None if step is None else self.predicted_s(step), self.queues.running)
-        self._copies_after += self.pressure.take_copies(self.epoch)
+        if step is not None:
+            self.pressure.write_back(self.predicted_s(step), self.queues.running)
+            self._copies_after += self.pressure.take_copies(self.epoch)
         if self._steps or not self.queues.fetching:
             self.pressure.on_moving(now)
         else:
             self.pressure.on_still(now)
-        return step
 
     def _plan(self, now: float) -> RunStep | None:
         while True:
@@ -293,7 +261,7 @@ class SchedulerCore:
 
     def _sweep(self, now: float) -> RunStep | None:
         """A step without rows, when everything has ended: so that an idle device remembers nobody."""
-        if self._sequences or self._steps or not self._released:
+        if self.table.sequences or self._steps or not self._released:
             return None
         return self._send(Draft(self.epoch, StepId(self._last_step_id + 1), is_only=True), now)
 
@@ -317,7 +285,7 @@ class SchedulerCore:
             if now < seq.paused_s + self.config.max_pause_s:
                 return
             error = ReaderTooSlowError(f"the reader took nothing for {self.config.max_pause_s:g} s (max_pause_s)")
-            self._end(self._requests[seq.request_id], "error", now, problem=problem_of(error))
+            self._end(self.table[seq.request_id], "error", now, problem=problem_of(error))
 
     def on_step_done(self, message: StepDone, now: float) -> None:
         """Take in a step's tokens. Messages of another epoch, or of a device that is lost, are dropped."""
@@ -337,13 +305,14 @@ class SchedulerCore:
         """What a step sampled for sequences that still want it; their logs grow by it."""
         sampled = Sampled(has_logprobs=bool(message.logprobs))
         details_column = message.logprobs or [None] * len(message.token_ids)
+        sequences = self.table.sequences
         for seq_id, token, details in zip(message.seq_ids, message.token_ids, details_column, strict=True):
-            seq = self._sequences.get(seq_id)
+            seq = sequences.get(seq_id)
             if seq is None or message.step_id <= seq.void_until:
                 continue  # ended or rolled back meanwhile: a surplus token
             if seq.first_token_s is None:
                 seq.first_token_s = now
-                request = self._requests[seq.request_id]
+                request = self.table[seq.request_id]
                 if request.opening is None:
                     sampled.opened.append(request.open(seq))
             sampled.add(seq, token, details)
@@ -374,15 +343,15 @@ class SchedulerCore:
         """End the requests of rows that failed. Where logits were not finite, roll back whoever shared what they computed."""
         failed: list[tuple[RequestId, FailedRow]] = []
         for failure in message.failed:
-            seq = self._sequences.get(failure.seq_id)
+            seq = self.table.sequences.get(failure.seq_id)
             if seq is None or message.step_id <= seq.void_until:
                 continue  # rolled back: it read what another one spoilt, and fails again if it was not that
             for victim in () if failure.is_sound else self.cache.fail(seq.holding, seq.log):
-                self._roll_back(self._sequences[victim.seq_id])
+                self._roll_back(self.table.sequences[victim.seq_id])
             failed.append((seq.request_id, failure))
         # Only now: one row's request may be that of another failed row, whose part of the tree is to go as well.
         for request_id, failure in failed:
-            request = self._requests.get(request_id)
+            request = self.table.get(request_id)
             if request is not None:
                 problem = problem_of(RequestFailedError(failure.message))
                 self._end(request, "error", now, problem=problem, is_sound=failure.is_sound)
@@ -400,9 +369,9 @@ class SchedulerCore:
             return
         arrived = self.pressure.on_copy_done(message)
         for seq_id in arrived.ready:
-            self.planner.on_fetched(self._sequences[seq_id])
+            self.planner.start(self.table.sequences[seq_id])
         for seq_id in arrived.lost:
-            self.planner.set_back(self._sequences[seq_id])
+            self.planner.set_back(self.table.sequences[seq_id])
 
     # ---- the device's death and return ------------------------------------------------------------
 
@@ -427,7 +396,7 @@ class SchedulerCore:
         culprits = [seq for seq in alive if seq.is_culprit]
         for seq in culprits:
             error = RequestFailedError(f"the device died {seq.num_deaths} times while it computed this request")
-            self._end(self._requests[seq.request_id], "error", now, problem=problem_of(error))
+            self._end(self.table[seq.request_id], "error", now, problem=problem_of(error))
         return bool(culprits)
 
     def on_device_shared(self, message: DeviceShared) -> None:
@@ -451,7 +420,7 @@ class SchedulerCore:
         self.cache = self.planner.cache = self._new_cache()
         self.pressure.reset(self.cache)
         self.groups = SharedGroups(self.capacity.block_size)
-        for seq in self._sequences.values():
+        for seq in self.table.sequences.values():
             seq.holding = self.cache.open(seq.seq_id, seq.admit.cache_salt)
             counts_hits = seq.counts_hits and seq.state is State.FETCHING  # what it found has not been counted
             if seq.state in (State.RUNNING, State.FETCHING):
@@ -471,24 +440,24 @@ class SchedulerCore:
 
     def _finish(self, seq: Sequence, reason: FinishReason, now: float, *, stop_token_id: int | None = None) -> None:
         """One sequence ends. Its request goes on with the others, or ends with the last."""
-        request = self._requests[seq.request_id]
-        self._close(request, seq)
+        request = self.table[seq.request_id]
+        self._close(seq)
         end = SequenceEnd(
             seq.request_id, reason, stop_token_id=stop_token_id, num_preemptions=request.num_preemptions, index=seq.index
         )
-        self._say(request, end, now)
+        self.telling.end(request, end, now)
 
     def _end(
         self, request: Request, reason: FinishReason, now: float, *, problem: Problem | None = None, is_sound: bool = True
     ) -> None:
         """A request ends as a whole. `is_sound`: what its sequences have computed may become cache."""
         for seq in list(request.live()):
-            self._close(request, seq, is_sound=is_sound)
+            self._close(seq, is_sound=is_sound)
         request_id, num_preemptions = request.admit.request_id, request.num_preemptions
         end = SequenceEnd(request_id, reason, problem=problem, num_preemptions=num_preemptions, index=ALL_SEQUENCES)
-        self._say(request, end, now)
+        self.telling.end(request, end, now)
 
-    def _close(self, request: Request, seq: Sequence, *, is_sound: bool = True) -> None:
+    def _close(self, seq: Sequence, *, is_sound: bool = True) -> None:
         """Forget a sequence, save for its tokens."""
         self._leave_device(seq)
         self.queues.remove(seq)
@@ -497,15 +466,8 @@ class SchedulerCore:
         if is_sound:
             self.planner.keep(seq)
         self.cache.close(seq.holding)
-        del self._sequences[seq.seq_id]
+        self.table.remove(seq)
         self.planner.suspects.pop(seq.seq_id, None)
-        request.num_live -= 1
-
-    def _say(self, request: Request, end: SequenceEnd, now: float) -> None:
-        """The detokenizer is to know of an end; with the last one the account of the request is closed."""
-        if not request.num_live:
-            del self._requests[end.request_id]
-        self.telling.end(request, end, now)
 
     def _leave_device(self, seq: Sequence) -> None:
         if seq.is_on_device:
@@ -514,7 +476,7 @@ class SchedulerCore:
 
     def _on_preempt(self, seq: Sequence, freed: int, decision: Decision) -> None:
         self._leave_device(seq)
-        self.telling.preempted(self._requests[seq.request_id], seq, freed, decision)
+        self.telling.preempted(self.table[seq.request_id], seq, freed, decision)
 
     def _on_pause(self, seq: Sequence) -> None:
         self._leave_device(seq)
@@ -535,7 +497,7 @@ class SchedulerCore:
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests)
+        return len(self.table)
 
     @property
     def num_in_flight(self) -> int:
@@ -574,16 +536,9 @@ class SchedulerCore:
 
     def audit(self) -> list[str]:
         """Everything that does not add up, in words; live requests are accounted for, not faults."""
-        found = self.cache.check_integrity()
         queues = self.queues
         queued = [*queues.running, *queues.recovery, *queues.waiting, *queues.paused.values(), *queues.fetching.values()]
-        if {seq.seq_id for seq in queued} != set(self._sequences) or len(queued) != len(self._sequences):
-            found.append(f"{len(self._sequences)} sequences in the table, {len(queued)} in the queues")
-        live = {request_id: request.num_live for request_id, request in self._requests.items()}
-        if Counter(seq.request_id for seq in self._sequences.values()) != live:
-            found.append("the request table and the sequence table differ")
+        found = [*self.cache.check_integrity(), *self.table.problems(queued, self.cache)]
         if sum(seq.leader is None for seq in queues.waiting) != queues.num_waiting_requests:
             found.append(f"{queues.num_waiting_requests} waiting requests were counted, and that is wrong")
-        if {holding.seq_id for holding in self.cache.holdings()} != set(self._sequences):
-            found.append("a holding without a sequence, or the reverse")
         return found

@@ -109,9 +109,9 @@ class Pressure:
     def write_back(self, step_s: float | None, running: Items[Sequence]) -> None:
         """Use idle lanes to make the next evictions and preemptions free, once device blocks are getting scarce.
 
-        `step_s`: what the step just sent should take. Without one, or before that is known, nothing is copied.
+        `step_s`: what the step just sent should take. Before that is known nothing is copied.
         """
-        if step_s is None or self.cache.host is None or self.cache.pool.num_free * SCARCE >= self.cache.num_blocks:
+        if step_s is None or self.cache.pool.num_free * SCARCE >= self.cache.num_blocks:
             return
         next_victims = [seq.holding for seq in running[-NEXT_VICTIMS:]][::-1] if self.mode != "recompute" else []
         num_blocks = int(WRITE_BACK_SHARE * step_s * self.cost.rate("out")) // self.cost.block_bytes

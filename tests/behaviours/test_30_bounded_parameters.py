@@ -68,7 +68,7 @@ async def test_it_is_refused_within_a_second_and_takes_no_memory(stage: Any, par
     assert caught.value.field == field
     assert field in str(caught.value) and len(str(caught.value)) < 300
     assert s.device.steps == []
-    assert s.engine._company.scheduler.core._last_seq_id == 0, "no sequence was made"
+    assert s.engine._company.scheduler.core.table._last_seq_id == 0, "no sequence was made"
     await s.check_clean()
 
 
