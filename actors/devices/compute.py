@@ -21,6 +21,7 @@ from ...gpu.timelines import FencesClosedError
 from ...protocol.errors import problem_of
 from ...protocol.messages import RunStep, StepDone, StepFailed
 from ..switch_interval import switch_interval
+from .telling import tell
 
 
 class ComputeThread:
@@ -76,10 +77,10 @@ class ComputeThread:
         try:
             executor = self._open_executor()
         except BaseException as error:
-            self._tell(_settle_exception, self._opened, error)
-            self._tell(self._closed.set)
+            tell(self._loop, _settle_exception, self._opened, error)
+            tell(self._loop, self._closed.set)
             return
-        self._tell(_settle_result, self._opened, executor)
+        tell(self._loop, _settle_result, self._opened, executor)
         is_sound = True
         try:
             while (step := self._steps.get()) is not None:
@@ -89,7 +90,7 @@ class ComputeThread:
                 executor.close()
             finally:
                 # A device that cannot be closed is reported by the thread's hook; whoever waits for the end goes on.
-                self._tell(self._closed.set)
+                tell(self._loop, self._closed.set)
 
     def _run(self, executor: Executor, step: RunStep) -> bool:
         try:
@@ -99,12 +100,8 @@ class ComputeThread:
             return False  # the device is being closed: nobody waits for an answer
         except BaseException as error:  # whatever it is: without an answer everybody would wait for ever
             done = StepFailed(step.epoch, step.step_id, problem_of(error))
-        self._tell(self._on_message, done)
+        tell(self._loop, self._on_message, done)
         return isinstance(done, StepDone)
-
-    def _tell(self, call: Callable[..., object], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, *args)
 
 
 def _settle_result(future: asyncio.Future[Executor], result: Executor) -> None:

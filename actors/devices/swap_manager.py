@@ -20,6 +20,7 @@ from ...protocol.errors import problem_of
 from ...protocol.messages import CopyBlocks, CopyDirection, CopyDone
 from ..observing.logs import logger
 from .codec import LaneFailed
+from .telling import tell
 
 GOODBYE_S = 5.0
 """How long a copy that runs may take to end when its device is closed. They take milliseconds."""
@@ -98,7 +99,7 @@ class _Lane:
         while (copy := self.copies.get()) is not None:
             if not self._run(copy):
                 break
-        self._tell(self._ended.set)
+        tell(self._loop, self._ended.set)
 
     def _run(self, copy: CopyBlocks) -> bool:
         try:
@@ -107,9 +108,5 @@ class _Lane:
             return False  # the device is being closed: nobody waits for an answer
         except BaseException as error:  # whatever it is: without an answer everybody would wait for ever
             message = LaneFailed(copy.epoch, copy.copy_id, copy.direction, problem_of(error))
-        self._tell(self._on_message, message)
+        tell(self._loop, self._on_message, message)
         return isinstance(message, CopyDone)
-
-    def _tell(self, call: Callable[..., object], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, *args)
