@@ -167,8 +167,8 @@ class SlotGrammar:
             return  # sampled before the end was known upstream; it is dropped there
         if not self._matcher.consume_token(token_id):
             raise GrammarError(shown(self._matcher.get_error()))
-        # An end token may also be text of the grammar's (a special token by name), and does not end it then.
-        self._is_at_end = token_id in self._grammars.eos_token_ids and self._matcher.is_stopped()
+        # Also where it is text of the grammar's own (a special token by name): an end token ends the request.
+        self._is_at_end = token_id in self._grammars.eos_token_ids
 
     def _filled(self) -> Int32Array:
         self._matcher.unsafe_compute_mask_ptr(self._filling.ctypes.data, self._filling.nbytes)

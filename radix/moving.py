@@ -53,9 +53,8 @@ class Mover:
     def swap_out(self, holding: Holding, later: Iterable[SequenceId]) -> bool:
         """Copy what only `holding` locks to the host and keep its path there; it is released next.
 
-        `later`: preempted sequences behind it in order, the last first, whose host blocks it may take (read more than
-        once). False, and
-        nothing is copied or kept, when there is no room.
+        `later`: preempted sequences behind it in order, the last first, whose host blocks it may take; iterated twice.
+        False, and nothing is copied or kept, when there is no room.
         """
         assert holding.node is not None, "swapped out without holding anything"
         self.host.unpin(holding.seq_id)

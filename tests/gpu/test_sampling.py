@@ -36,31 +36,6 @@ def expected_probabilities(logits: Tensor, params: SamplingParams) -> np.ndarray
     return probs / probs.sum()
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.7, seed=-5),
-        SamplingParams(temperature=1.3, min_p=0.15, seed=2),
-        SamplingParams(temperature=1.0, top_k=5, seed=3),
-        SamplingParams(temperature=1.0, top_p=0.6, seed=4),
-        SamplingParams(temperature=1.4, top_k=12, top_p=0.8, min_p=0.05, seed=5),
-        SamplingParams(temperature=2.0, top_k=10**6, top_p=0.95, seed=6),
-    ],
-)
-def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
-    count = 20_000
-    observed = np.bincount(draws(logits, params, count), minlength=VOCAB)
-    expected = expected_probabilities(logits, params) * count
-    assert (observed[expected == 0] == 0).all()
-    likely = expected > 5
-    chi_square = ((observed - expected)[likely] ** 2 / expected[likely]).sum()
-    degrees = likely.sum() - 1
-    assert degrees > 1
-    assert chi_square < degrees + 4 * np.sqrt(2 * degrees)
-
-
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("top_k", [0, 3, 1500, 2**40])
 def test_vocabularies_larger_than_the_sorted_part_are_filtered_exactly(top_p: float, top_k: int) -> None:

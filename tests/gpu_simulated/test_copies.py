@@ -193,8 +193,8 @@ def test_a_step_that_is_run_by_hand_before_a_copy_it_waits_for_says_so(device):
 
 def test_a_failed_copy_is_as_complete_as_a_good_one(drive):
     device = prompted(drive, fail_copies=lambda copy: True)
-    device.executor.copy_blocks(back(1, [0], [9]))
-    device.step((1, 9, 1, 1), after=Fences(copy_in=1))
+    assert not device.executor.copy_blocks(back(1, [0], [9])).ok
+    assert device.step((1, 9, 1, 1), after=Fences(copy_in=1)).seq_ids == [1]
 
 
 def test_a_step_that_raises_is_complete_and_the_copies_after_it_fail(device):

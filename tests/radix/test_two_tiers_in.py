@@ -100,8 +100,8 @@ def test_a_fetch_that_nobody_waits_for_any_more_leaves_cache_behind() -> None:
     assert tiers.cache.lookup(None, tiers.open([*A, 1]).log) == 8
 
 
-def test_without_prefix_caching_a_fetch_is_cancelled_with_its_sequence_and_its_blocks_are_fenced() -> None:
-    tiers = TwoTiers(8, 16, caching=False)
+def leave_in_the_middle_of_a_fetch(tiers: TwoTiers) -> None:
+    """A sequence of 7 blocks is swapped out, evicted, on its way back in, and ends there."""
     seq = tiers.serve(A[:7])
     assert tiers.preempt(seq)
     tiers.copy()
@@ -110,6 +110,11 @@ def test_without_prefix_caching_a_fetch_is_cancelled_with_its_sequence_and_its_b
     assert tiers.admit(seq) == 7
     tiers.send()
     tiers.close(seq)
+
+
+def test_without_prefix_caching_a_fetch_is_cancelled_with_its_sequence_and_its_blocks_are_fenced() -> None:
+    tiers = TwoTiers(8, 16, caching=False)
+    leave_in_the_middle_of_a_fetch(tiers)
     assert tiers.cache.counts().free == 8, "they may be handed on at once"
     assert tiers.cache.host_counts().free == 16
     other = tiers.open(B)
@@ -122,14 +127,7 @@ def test_without_prefix_caching_a_fetch_is_cancelled_with_its_sequence_and_its_b
 
 def test_host_blocks_that_a_cancelled_fetch_reads_are_written_after_it() -> None:
     tiers = TwoTiers(16, 7, caching=False)
-    seq = tiers.serve(A[:7])
-    assert tiers.preempt(seq)
-    tiers.copy()
-    tiers.cache.tree.evict(7)
-    seq.log.append(1)
-    assert tiers.admit(seq) == 7
-    tiers.send()
-    tiers.close(seq)
+    leave_in_the_middle_of_a_fetch(tiers)
     other = tiers.serve(B[:7])
     while tiers.run("step"):
         pass
