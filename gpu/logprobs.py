@@ -1,13 +1,47 @@
-"""How likely the tokens of a step were: from the model's own logits, before temperature and filters, in float32."""
+"""How likely the tokens of a step were: from the model's own logits, before temperature and filters, in float32.
+
+What a prompt's tokens followed on is computed for all of them only where a request asks for it, a slice of them at a time:
+the logits of a whole chunk would be as large as the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..protocol.messages import TokenLogprobs
+from ..protocol.ids import SequenceId
+from ..protocol.messages import PromptPart, TokenLogprobs
+from .prompts import PromptRow
+
+PROMPT_SLICE = 64
+"""Positions whose logits are in memory at a time."""
+
+
+def prompt_parts(
+    asking: Sequence[PromptRow], logits: Callable[[int, int], Tensor]
+) -> tuple[list[PromptPart], list[SequenceId]]:
+    """How likely the targets of each row were, and the sequences of rows whose logits were not all finite.
+
+    `logits(first, last)` are those of the step's tokens [first, last), float32 [last - first, vocab_size], and may be
+    overwritten by the next call.
+    """
+    parts: list[PromptPart] = []
+    failed: list[SequenceId] = []
+    for one in asking:
+        seq_id = one.row.slot.seq_id
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(one.targets), PROMPT_SLICE):
+            targets = one.targets[start : start + PROMPT_SLICE]
+            first = one.token + start
+            entries += token_logprobs(logits(first, first + len(targets)), targets, [one.num_likeliest] * len(targets))
+        if any(math.isnan(entry.logprobs[0]) for entry in entries):
+            failed.append(seq_id)
+        else:
+            parts.append(PromptPart(seq_id, one.first, entries))
+    return parts, failed
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

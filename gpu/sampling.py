@@ -42,7 +42,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..protocol.messages import TokenLogprobs
+from ..protocol.ids import SequenceId
+from ..protocol.messages import PromptPart, TokenLogprobs
 from ..protocol.sampling import SamplingParams
 from .logprobs import token_logprobs
 from .sampling_apply import apply_edits, apply_masks
@@ -80,13 +81,16 @@ class Sampled(NamedTuple):
     """A token a row; meaningless for the rows listed in `failed`, whose logits were not finite.
 
     `logprobs` belong to the rows by number, and only to those that ask for them and have not failed. `exhausted` are the
-    failed rows whose own masks are the reason: the model's logits were fit, and no token was left.
+    failed rows whose own masks are the reason: the model's logits were fit, and no token was left. `prompts` are what the
+    step's rows found out about prompts, `failed_prompts` the sequences of those whose logits were not finite there.
     """
 
     token_ids: list[int]
     failed: list[int]
     logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({})
     exhausted: Collection[int] = ()
+    prompts: Sequence[PromptPart] = ()
+    failed_prompts: Collection[SequenceId] = ()
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:

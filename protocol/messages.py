@@ -272,6 +272,14 @@ class TokenLogprobs(Columns, frozen=True):
     texts: list[str] = []
 
 
+class PromptPart(Columns, frozen=True):
+    """How likely some tokens of a sequence's prompt were: those from position `first` on, of which none is the very first."""
+
+    seq_id: SequenceId
+    first: int
+    entries: list[TokenLogprobs]
+
+
 class StepDone(Message, frozen=True):
     """A step ended. `seq_ids` and `token_ids` are the sampled tokens as columns, in row order."""
 
@@ -287,6 +295,8 @@ class StepDone(Message, frozen=True):
     """Seconds it waited for copies before it began; not part of `seconds`."""
     logprobs: list[TokenLogprobs | None] = []
     """A column beside `token_ids`: None where none are asked for. Empty where nobody asks."""
+    prompts: list[PromptPart] = []
+    """For rows whose requests ask for it: the prompt tokens that follow on those that the row computed."""
 
 
 class StepFailed(Message, frozen=True):
@@ -391,6 +401,13 @@ class SequenceEnd(Columns, frozen=True):
     """The sequence, or `ALL_SEQUENCES` where the request ends as a whole, opened or not."""
 
 
+class PromptLogprobs(Columns, frozen=True):
+    """How likely a request's prompt was, token by token from the second on."""
+
+    request_id: RequestId
+    entries: list[TokenLogprobs]
+
+
 class TokensSampled(Message, frozen=True):
     """A step's new tokens, as columns, with the requests that opened before and the sequences that ended with them."""
 
@@ -405,6 +422,8 @@ class TokensSampled(Message, frozen=True):
     """A column beside `token_ids`: the sequence within its request. Empty where all are the first."""
     logprobs: list[TokenLogprobs | None] = []
     """A column beside `token_ids`, as in `StepDone`."""
+    prompts: list[PromptLogprobs] = []
+    """Of requests that ask for it, with the first token of their first sequence."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -438,6 +457,8 @@ class TextDelta(Columns, frozen=True):
     """With a `finish_reason`: sequences of the request that go on."""
     logprobs: list[TokenLogprobs] = []
     """Of `token_ids`, where they are asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the request's prompt from its second token on, once, where they are asked for."""
 
     @property
     def is_terminal(self) -> bool:

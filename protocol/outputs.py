@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from .messages import Metrics
@@ -43,7 +41,9 @@ class CompletionOutput(msgspec.Struct):
 class RequestOutput(msgspec.Struct):
     """One update of a request: all of its `n` completions, by index. `finished` when each has its `finish_reason`.
 
-    `num_cached_tokens` counts prompt tokens that were not computed for it.
+    `num_cached_tokens` counts prompt tokens that were not computed for it. Where `prompt_logprobs` are asked for, each
+    prompt token has a dictionary of itself and the likeliest ones in its place, by token id; the first, which follows on
+    nothing, has None. They are there from the first output on that has a token of the first completion.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    prompt_logprobs: list[Any] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
 
 
@@ -115,5 +115,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that steps waited on the device for copies."""
     fetch_wait_s: float = 0.0
     """Seconds in which no step ran because everything that could run was being copied in."""
+    num_non_finite_rows: int = 0
+    """Rows whose logits were not finite, each the end of its request."""
     num_computed_tokens: int = 0
     """Rows' tokens computed by all steps so far: what the cache saved is what this lacks."""

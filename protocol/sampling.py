@@ -48,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     `n` sequences share the prompt; each draws from its own random stream. `temperature` 0 is greedy. `top_k` 0 or -1
     is off. `max_tokens` None means all the room there is, and larger values are clamped to it. `seed` makes the
     output repeatable, whatever runs beside it. `logprobs` asks for that many most likely tokens beside each token that
-    is generated. `output_kind` chooses what each output holds: everything so far, only what is new, or nothing until
+    is generated, `prompt_logprobs` for as many beside each token of the prompt, all of which is computed for it, cached or
+    not. `output_kind` chooses what each output holds: everything so far, only what is new, or nothing until
     the end.
 
     `presence_penalty` and `frequency_penalty` are subtracted from the logits of tokens in the output, the first once, the
@@ -109,12 +110,6 @@ class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length_penalty: float = 1.0
 
 
-_NOT_BUILT = {
-    "prompt_logprobs": None,
-}
-"""Fields that are accepted only at their default, until the issue that builds them lands."""
-
-
 def check(params: SamplingParams, *, vocab_size: int) -> None:
     """Refuse `params` unless every field is in range and implemented.
 
@@ -127,10 +122,6 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
         _integer(params, name)
     if not 1 <= params.n <= MAX_N:
         raise _bad(params, "n", f"1 to {MAX_N}")
-    for name, default in _NOT_BUILT.items():
-        value = getattr(params, name)
-        if value != default:
-            raise UnsupportedError(f"{name} is not supported by this version (got {shorten(value)})", field=name, value=value)
     _real(params, "temperature", 0.0, math.inf)
     _real(params, "top_p", 0.0, 1.0, open_low=True)
     _real(params, "min_p", 0.0, 1.0)
@@ -139,10 +130,11 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     _real(params, "repetition_penalty", *REPETITION_RANGE)
     if params.top_k < -1:
         raise _bad(params, "top_k", "-1 or 0 (off) or a positive number")
-    if params.logprobs is not None:
-        _integer(params, "logprobs")
-        if not 0 <= params.logprobs <= MAX_LOGPROBS:
-            raise _bad(params, "logprobs", f"0 to {MAX_LOGPROBS}, or None")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            _integer(params, name)
+            if not 0 <= getattr(params, name) <= MAX_LOGPROBS:
+                raise _bad(params, name, f"0 to {MAX_LOGPROBS}, or None")
     if params.seed is not None:
         _integer(params, "seed")
         if not SEED_RANGE[0] <= params.seed <= SEED_RANGE[1]:

@@ -154,16 +154,19 @@ class KVCache:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self, holding: Holding, log: TokenLog, *, spare: int = 0, may_fetch: MayFetch = _always) -> int | None:
+    def admit(
+        self, holding: Holding, log: TokenLog, *, limit: int | None = None, spare: int = 0, may_fetch: MayFetch = _always
+    ) -> int | None:
         """Lock the longest cached prefix of `log` and promise the blocks for the rest of it.
 
-        Returns the number of tokens found (whole blocks, at most `len(log) - 1`), or None, with no
+        Returns the number of tokens found (whole blocks, at most `limit`: `len(log) - 1` unless it is less), or None, with no
         trace left, when that would leave fewer than `spare` blocks available. Where part of them is on its way
         from the host, or is on the host and `may_fetch` says to bring it, `holding.jobs` must arrive first.
         """
         assert holding.node is None, "admitted twice"
-        match = self.tree.match(self.tree.root(holding.namespace), log, len(log) - 1)
-        beyond = self.mover.beyond(match, log, may_fetch) if self.mover is not None else None
+        limit = len(log) - 1 if limit is None else limit
+        match = self.tree.match(self.tree.root(holding.namespace), log, limit)
+        beyond = self.mover.beyond(match, log, limit, may_fetch) if self.mover is not None else None
         num_moving, num_host = (beyond.num_moving, beyond.num_host) if beyond is not None else (0, 0)
         needed = self.blocks_for(len(log)) - len(match.blocks) - num_moving
         if needed + spare > self.num_available - match.num_unlocked:
@@ -181,14 +184,20 @@ class KVCache:
         self.num_reserved += holding.reserved
         return holding.num_tree_blocks * self.block_size
 
-    def fetch_ahead(self, holding: Holding, log: TokenLog, *, spare: int, may_fetch: MayFetch) -> bool:
-        """Bring in what the host holds for a sequence that cannot be admitted yet. False: nothing, or no room."""
+    def fetch_ahead(
+        self, holding: Holding, log: TokenLog, *, limit: int | None = None, spare: int, may_fetch: MayFetch
+    ) -> bool:
+        """Bring in what the host holds, up to `limit` tokens, for a sequence that cannot be admitted yet.
+
+        False: nothing, or no room.
+        """
         assert holding.node is None, "it is admitted"
+        limit = len(log) - 1 if limit is None else limit
         root = self.tree.peek(holding.namespace)
         if self.mover is None or root is None:
             return False
-        match = self.tree.match(root, log, len(log) - 1)
-        beyond = self.mover.beyond(match, log, may_fetch)
+        match = self.tree.match(root, log, limit)
+        beyond = self.mover.beyond(match, log, limit, may_fetch)
         if beyond is None or not beyond.num_host:
             return False
         if beyond.num_host + spare > self.num_available - match.num_unlocked:
@@ -313,13 +322,14 @@ class KVCache:
         if after % size and full == holding.num_tree_blocks and len(log) >= (full + 1) * size:
             self._filling.setdefault((_held(holding), full), []).append((holding.seq_id, log.block(full, size)))
 
-    def num_missing(self, holding: Holding, log: TokenLog) -> int:
-        """Blocks by which what is available falls short of admitting `log`; changes nothing."""
+    def num_missing(self, holding: Holding, log: TokenLog, *, limit: int | None = None) -> int:
+        """Blocks by which what is available falls short of admitting `log`, of which `limit` tokens may be found."""
+        limit = len(log) - 1 if limit is None else limit
         root = self.tree.peek(holding.namespace)
         if root is None:
             return self.blocks_for(len(log)) - self.num_available
-        match = self.tree.match(root, log, len(log) - 1)
-        beyond = self.tree.beyond(match, log, len(log) - 1) if self.host is not None else None
+        match = self.tree.match(root, log, limit)
+        beyond = self.tree.beyond(match, log, limit) if self.host is not None else None
         num_found = len(match.blocks) + (beyond.num_moving if beyond is not None else 0)
         return self.blocks_for(len(log)) - num_found + match.num_unlocked - self.num_available
 

@@ -66,9 +66,8 @@ class Mover:
 
     # ---- in -------------------------------------------------------------------------------------
 
-    def beyond(self, match: Match, log: TokenLog, may_fetch: MayFetch) -> Beyond | None:
-        """How far a sequence gets if it waits for copies: those under way, and a fetch if that is allowed."""
-        limit = len(log) - 1
+    def beyond(self, match: Match, log: TokenLog, limit: int, may_fetch: MayFetch) -> Beyond | None:
+        """How far a sequence gets, up to `limit` tokens, if it waits for copies: those under way, and a fetch if allowed."""
         found = self.tree.beyond(match, log, limit)
         if found is None or not found.num_host:
             return found

@@ -30,7 +30,7 @@ class Completion:
         self.token_ids += delta.token_ids
         if self._logprobs is not None:
             for details in delta.logprobs:
-                self._logprobs.append(_by_token(details))
+                self._logprobs.append(by_token(details))
                 self._cumulative_logprob += details.logprobs[0]
         if delta.finish_reason is not None:
             self.end(delta.finish_reason, delta.stop_reason)
@@ -62,8 +62,8 @@ class Completion:
         )
 
 
-def _by_token(details: TokenLogprobs) -> dict[int, Logprob]:
-    """The sampled token first, then the most likely ones in falling order; each once."""
+def by_token(details: TokenLogprobs) -> dict[int, Logprob]:
+    """The token itself first, then the most likely ones in falling order; each once."""
     texts: list[str] | list[None] = details.texts or [None] * len(details.token_ids)
     ranks = [details.rank, *range(1, len(details.token_ids))]
     found: dict[int, Logprob] = {}

@@ -17,9 +17,9 @@ import msgspec
 from ...protocol.errors import Problem, RepertoryError, error_from, problem_of
 from ...protocol.ids import RequestId
 from ...protocol.messages import Metrics, Submit, TextDelta, Tokenized
-from ...protocol.outputs import RequestOutput
+from ...protocol.outputs import Logprob, RequestOutput
 from ...protocol.sampling import MAX_N, FinishReason, OutputKind
-from .completion import Completion
+from .completion import Completion, by_token
 
 GRANTS_PER_WINDOW = 4
 """Credit is granted in quarters of the window: a message for hundreds of tokens, and never a reader that waits for it."""
@@ -41,6 +41,7 @@ class Delivery:
         self.completions = [Completion(index, has_logprobs=params.logprobs is not None) for index in range(num_completions)]
         self.last: TextDelta | None = None
         self.metrics: Metrics | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.problem: Problem | None = None
         """Why no terminal will come: refused, or the engine has stopped."""
         self.is_over = False
@@ -63,6 +64,8 @@ class Delivery:
         """New text; the terminal is the last."""
         self.completions[delta.index].on_delta(delta)
         self.last = delta
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *map(by_token, delta.prompt_logprobs)]
         if delta.metrics is not None:
             self.metrics = msgspec.structs.replace(delta.metrics, arrival=self.arrival_s)
         if delta.finish_reason is not None and delta.is_terminal:
@@ -131,6 +134,7 @@ class Delivery:
             outputs=outputs,
             finished=self.is_over,
             num_cached_tokens=last.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
             metrics=self.metrics,
         )
 

@@ -103,6 +103,7 @@ class SchedulerCore:
         self.num_restarts = 0
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.num_non_finite_rows = 0
         self._steps: dict[StepId, Draft] = {}
         self._released: list[SequenceId] = []
         self._copies_before: list[CopyBlocks] = []
@@ -306,6 +307,10 @@ class SchedulerCore:
         sampled = Sampled(has_logprobs=bool(message.logprobs))
         details_column = message.logprobs or [None] * len(message.token_ids)
         sequences = self.table.sequences
+        for part in message.prompts:
+            asking = sequences.get(part.seq_id)
+            if asking is not None and message.step_id > asking.void_until:
+                asking.learn(part.first, part.entries)
         for seq_id, token, details in zip(message.seq_ids, message.token_ids, details_column, strict=True):
             seq = sequences.get(seq_id)
             if seq is None or message.step_id <= seq.void_until:
@@ -315,6 +320,8 @@ class SchedulerCore:
                 request = self.table[seq.request_id]
                 if request.opening is None:
                     sampled.opened.append(request.open(seq))
+                if seq.prompt_logprobs is not None:
+                    sampled.prompts += request.prompts()
             sampled.add(seq, token, details)
             if details is not None:
                 seq.logprobs.append(details)
@@ -348,6 +355,7 @@ class SchedulerCore:
                 continue  # rolled back: it read what another one spoilt, and fails again if it was not that
             for victim in () if failure.is_sound else self.cache.fail(seq.holding, seq.log):
                 self._roll_back(self.table.sequences[victim.seq_id])
+            self.num_non_finite_rows += not failure.is_sound
             failed.append((seq.request_id, failure))
         # Only now: one row's request may be that of another failed row, whose part of the tree is to go as well.
         for request_id, failure in failed:
@@ -532,6 +540,7 @@ class SchedulerCore:
             step_wait_s=self.pressure.step_wait_s,
             fetch_wait_s=self.pressure.fetch_wait_s,
             num_computed_tokens=self.num_computed_tokens,
+            num_non_finite_rows=self.num_non_finite_rows,
         )
 
     def audit(self) -> list[str]:

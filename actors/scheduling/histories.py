@@ -55,4 +55,5 @@ def replay(request: Request, now: float) -> TokensSampled | None:
         preempted=[(request_id, request.num_preemptions)],
         indices=indices if len(request.sequences) > 1 else [],
         logprobs=[details for seq in request.sequences for details in seq.logprobs],
+        prompts=request.prompts(),
     )

@@ -120,7 +120,7 @@ class Planner:
             return
         if seq.in_flight or seq.is_out_of_credit or (seq.state is State.WAITING and not self._may_join(now)):
             return
-        missing = self.cache.num_missing(seq.holding, seq.log)
+        missing = self.cache.num_missing(seq.holding, seq.log, limit=seq.lookup_limit)
         growth = self._growth()  # admission will ask for this reserve beside the blocks
         num_slots = self.config.running_limit - sum(not other.is_ending for other in running) - len(self.queues.fetching)
         victims: list[Sequence] = []
@@ -247,7 +247,11 @@ class Planner:
             growth = self._growth() if growth is None else growth
             choices: list[Choice] = []
             found = self.cache.admit(
-                seq.holding, seq.log, spare=self.reserve.blocks(growth), may_fetch=self._may_fetch(draft, choices)
+                seq.holding,
+                seq.log,
+                limit=seq.lookup_limit,
+                spare=self.reserve.blocks(growth),
+                may_fetch=self._may_fetch(draft, choices),
             )
             if found is None:
                 held = next((other for other in reversed(queues.running) if other.is_held), None)
@@ -291,7 +295,7 @@ class Planner:
         choices: list[Choice] = []
         may_fetch = self._may_fetch(draft, choices)
         seq.has_fetched_ahead = self.cache.fetch_ahead(
-            seq.holding, seq.log, spare=self.reserve.blocks(growth), may_fetch=may_fetch
+            seq.holding, seq.log, limit=seq.lookup_limit, spare=self.reserve.blocks(growth), may_fetch=may_fetch
         )
         if seq.has_fetched_ahead:
             self._on_host_hit(seq, choices[0])
@@ -388,6 +392,8 @@ class Planner:
         """Take what others have entered meanwhile."""
         if self._waits_for_leader(draft, seq):
             return Advance(seq.num_computed, None, must_wait=True)
+        if seq.reads_its_prompt:
+            return Advance(seq.num_computed, None, must_wait=False)
         advance = self.cache.advance(seq.holding, seq.log, seq.num_computed)
         gained = advance.num_computed - seq.num_computed
         seq.num_computed = advance.num_computed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...protocol.messages import PROMPT_TAIL, Admit, Open, SequenceEnd
+from ...protocol.messages import PROMPT_TAIL, Admit, Open, PromptLogprobs, SequenceEnd
 from .sequence import Sequence, State
 
 
@@ -38,6 +38,13 @@ class Request:
     def num_preemptions(self) -> int:
         """Of all its sequences."""
         return sum(seq.num_preemptions for seq in self.sequences)
+
+    def prompts(self) -> list[PromptLogprobs]:
+        """How likely its prompt was, where it asks for that and its first sequence has its first token: then all is known."""
+        first = self.sequences[0]
+        if first.prompt_logprobs is None or first.first_token_s is None:
+            return []
+        return [PromptLogprobs(self.admit.request_id, first.prompt_logprobs)]
 
     def open(self, first: Sequence) -> Open:
         """What precedes the first token, which is `first`'s. The prompt is counted once, as its first sequence found it."""

@@ -69,6 +69,7 @@ class Sequence:
         "num_prompt_tokens",
         "paused_s",
         "prefill_end",
+        "prompt_logprobs",
         "queued_s",
         "rank",
         "request_id",
@@ -98,6 +99,10 @@ class Sequence:
         self.holding = holding
         self.log = TokenLog(admit.token_ids)
         self.logprobs: list[TokenLogprobs] = []  # of the tokens generated and known, where they are asked for
+        # Of the prompt from its second token on, as far as they are known; None where they are not this one's to find.
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        if admit.params.prompt_logprobs is not None and index == 0:
+            self.prompt_logprobs = []
         self.num_prompt_tokens = len(admit.token_ids)
         self.stop_ids = frozenset(admit.stop_token_ids)
         self.max_length = max_length
@@ -113,7 +118,10 @@ class Sequence:
         self.is_held = False  # it has its last token, and is here only for those that follow it
         self.has_gained = True  # a token since it was last brought back
         self.has_fetched_ahead = False  # since it was last set back: once is enough
-        self.counts_hits = leader is None  # until it is first set back: what it finds then may be its own
+        # Not one that looks up less than there is.
+        self.counts_hits = (
+            leader is None and self.prompt_logprobs is None
+        )  # until it is first set back: what it finds then may be its own
         self.num_cached_tokens = 0
         self.num_chunks = 0
         self.num_preemptions = 0
@@ -135,6 +143,26 @@ class Sequence:
         if self.state is not State.WAITING:  # else it has not begun: what it finds then counts
             self.has_gained = False
             self.counts_hits = False
+
+    @property
+    def lookup_limit(self) -> int:
+        """Tokens that may be taken from the cache: the last has to be computed, and what tells how likely the prompt was."""
+        most = len(self.log) - 1
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+            return most
+        return min(most, len(self.prompt_logprobs))
+
+    @property
+    def reads_its_prompt(self) -> bool:
+        """Whether it has to compute, from here on, tokens that others may have computed already."""
+        return self.prompt_logprobs is not None and self.num_computed < self.num_prompt_tokens - 1
+
+    def learn(self, first: int, entries: list[TokenLogprobs]) -> None:
+        """How likely the prompt tokens from position `first` on were; what is known already is left as it is."""
+        if self.prompt_logprobs is not None:
+            known = len(self.prompt_logprobs) + 1 - first
+            assert known >= 0, "a part of the prompt is missing that nobody computes"
+            self.prompt_logprobs += entries[known:]
 
     @property
     def num_remaining(self) -> int:

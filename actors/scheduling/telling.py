@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...protocol.errors import Problem
 from ...protocol.ids import RequestId
-from ...protocol.messages import Open, Refused, SequenceEnd, TokenLogprobs, TokensSampled
+from ...protocol.messages import Open, PromptLogprobs, Refused, SequenceEnd, TokenLogprobs, TokensSampled
 from .cost import Choice, Decision
 from .histories import Histories, replay
 from .reports import Finished, HostHit, Paused, Preempted, Report
@@ -21,6 +21,7 @@ class Sampled:
         self.indices: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
         self.opened: list[Open] = []
+        self.prompts: list[PromptLogprobs] = []
         self._has_logprobs = has_logprobs
 
     def add(self, seq: Sequence, token: int, details: TokenLogprobs | None) -> None:
@@ -65,6 +66,7 @@ class Telling:
             preempted=preempted,
             indices=sampled.indices if any(sampled.indices) else [],
             logprobs=sampled.logprobs,
+            prompts=sampled.prompts,
         )
         self._sampled.append(message)
 

@@ -68,6 +68,9 @@ class DetokenizerCore:
         for request_id, num_preemptions in message.preempted:
             if request_id in self._live:
                 self._live[request_id].num_preemptions = num_preemptions
+        for part in message.prompts:
+            if part.request_id in self._live:
+                self._live[part.request_id].learn(part.entries)
         ends = self._ends(message.ended, deltas)
         logprobs = _logprobs_by_sequence(message)
         at = message.sampled_s

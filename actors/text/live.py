@@ -20,7 +20,16 @@ class LiveRequest:
     The first delta of all carries the metrics, and so does each end; when the request finished is in the last.
     """
 
-    __slots__ = ("_first_token_s", "_last_token_s", "_vocabulary", "machines", "num_preemptions", "num_sequences", "opening")
+    __slots__ = (
+        "_first_token_s",
+        "_last_token_s",
+        "_vocabulary",
+        "machines",
+        "num_preemptions",
+        "num_sequences",
+        "opening",
+        "prompt_logprobs",
+    )
 
     def __init__(self, vocabulary: Vocabulary, opening: Open, *, ended: Collection[int] = ()) -> None:
         self.opening = opening
@@ -28,8 +37,13 @@ class LiveRequest:
         self.num_sequences = opening.params.n
         self._vocabulary = vocabulary
         self.machines = {index: TextMachine(vocabulary, opening) for index in range(self.num_sequences) if index not in ended}
+        self.prompt_logprobs: list[TokenLogprobs] | None = None  # until they are handed over
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
+
+    def learn(self, entries: list[TokenLogprobs]) -> None:
+        """How likely the prompt was; the next delta carries it."""
+        self.prompt_logprobs = [self._with_texts(details) for details in entries]
 
     def advance(
         self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs], end: SequenceEnd | None, sampled_s: float
@@ -63,7 +77,7 @@ class LiveRequest:
                 logprobs=logprobs,
             )
         opening, metrics = self.opening, self._metrics(None) if is_first else None
-        if not index and not logprobs:  # most are like this, and shorter calls are quicker
+        if not index and not logprobs and self.prompt_logprobs is None:  # most are like this, and shorter calls are quicker
             return TextDelta(opening.request_id, text, token_ids, None, None, None, opening.num_cached_tokens, metrics)
         return TextDelta(
             opening.request_id,
@@ -73,6 +87,7 @@ class LiveRequest:
             metrics=metrics,
             index=index,
             logprobs=logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(),
         )
 
     def failed(self, index: int, token_ids: list[int], problem: Problem, sampled_s: float) -> TextDelta:
@@ -122,7 +137,12 @@ class LiveRequest:
             index=index,
             num_left=len(self.machines),
             logprobs=logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(),
         )
+
+    def _take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     def _with_texts(self, details: TokenLogprobs) -> TokenLogprobs:
         return msgspec.structs.replace(details, texts=[self._vocabulary.text_of(token_id) for token_id in details.token_ids])

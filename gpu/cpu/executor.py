@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ...protocol.ids import SequenceId
-from ...protocol.messages import CopyBlocks, CopyDone, FailedRow, Fences, RunStep, StepDone, TokenLogprobs
+from ...protocol.messages import CopyBlocks, CopyDone, FailedRow, Fences, PromptPart, RunStep, StepDone, TokenLogprobs
 from ..copying import carry_out
 from ..executor import Capacity
 from ..models.config import ModelConfig, load_model_config
@@ -130,7 +130,7 @@ class CpuExecutor:
             for seq_id in (*step.released, *(new.seq_id for new in step.admitted)):
                 self._failed.pop(seq_id, None)
         self._pool.copy(step.copies)
-        sampled = self._compute(rows, step.shared_groups) if rows else []
+        sampled, prompts = self._compute(rows, step.shared_groups) if rows else ([], [])
         seq_ids: list[SequenceId] = []
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -151,10 +151,13 @@ class CpuExecutor:
         if warning := self._cores.after_step(seconds, time.thread_time() - running):
             _log.warning(warning)
         logprobs = logprobs if any(logprobs) else []
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs)
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs, prompts=prompts)
 
-    def _compute(self, rows: list[Row], shared: SharedGroups) -> list[tuple[Row, int, TokenLogprobs | None]]:
-        """Compute all rows. Returns those that sample with their tokens, a stand-in for those that fail, and logprobs.
+    def _compute(
+        self, rows: list[Row], shared: SharedGroups
+    ) -> tuple[list[tuple[Row, int, TokenLogprobs | None]], list[PromptPart]]:
+        """Compute all rows. Returns those that sample with their tokens, a stand-in for those that fail, and logprobs; and
+        what the rows say of prompts.
 
         A sequence that failed once stays failed while it is known: its KV is not to be trusted.
         """
@@ -172,12 +175,14 @@ class CpuExecutor:
         ]
         constrained = [row.slot for row in sampling if row.slot.grammar is not None]
         found = self._path.compute(rows, draws, shared, before_draws=lambda: self._wait_for_masks(constrained))
+        self._failed.update(dict.fromkeys(found.failed_prompts, NOT_FINITE))
         for i in found.failed:
             self._failed.setdefault(sampling[i].slot.seq_id, NO_TOKEN_LEFT if i in found.exhausted else NOT_FINITE)
-        return [
+        tokens = [
             (row, _STAND_IN if row.slot.seq_id in self._failed else token, found.logprobs.get(i))
             for i, (row, token) in enumerate(zip(sampling, found.token_ids, strict=True))
         ]
+        return tokens, list(found.prompts)
 
     def _wait_for_masks(self, slots: list[Slot]) -> None:
         """Until all are filled. A grammar that fails, fails its sequence."""

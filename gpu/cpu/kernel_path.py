@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..logprobs import PROMPT_SLICE, prompt_parts
 from ..models.config import ModelConfig
 from ..models.rope import inverse_frequencies, rotation
 from ..models.weights import DecoderWeights
+from ..prompts import PromptRow, prompt_rows
 from ..sampling import GREEDY_BELOW, Sampled, SamplingRow
 from ..slots import Row
 from . import library as lib
@@ -104,27 +106,67 @@ class KernelPath:
             vocab_size=self._config.vocab_size,
             query_group=self._config.num_heads // self._config.num_kv_heads,
         )
-        self._make_room(plan)
-        # Only where nobody needs the logits themselves.
-        is_greedy = all(
-            draw.is_plain and draw.params.temperature < GREEDY_BELOW and draw.params.logprobs is None for draw in draws
-        )
-        tokens = np.zeros(len(draws), dtype=np.int32)
-        finite = np.zeros(len(draws), dtype=np.uint8)
+        asking = prompt_rows(rows)
         with torch.inference_mode():
-            angles = self._angles(plan)
-            step = self._step_struct(plan, angles)
-            if is_greedy:
-                best = np.empty((self._threads, len(draws), 3), dtype=np.int32)
-                step.tokens, step.finite, step.best = tokens.ctypes.data, finite.ctypes.data, best.ctypes.data
-            self._library.run_step(ctypes.byref(self._model), ctypes.byref(step), self._team)
-            for name, seconds in zip(lib.PHASES, step.seconds, strict=True):
-                self.seconds[name] += seconds
-            if is_greedy:
-                return Sampled(tokens.tolist(), np.flatnonzero(finite == 0).tolist())
-            if before_draws is not None:
-                before_draws()
-            return self._sampler.sample(self.logits(len(draws)), draws)
+            if asking:
+                return self._compute_prompts(plan, asking, draws, before_draws)
+            self._make_room(plan)
+            # Only where nobody needs the logits themselves.
+            if all(draw.is_plain and draw.params.temperature < GREEDY_BELOW and draw.params.logprobs is None for draw in draws):
+                return self._compute_greedy(plan, len(draws))
+            step = self._step_struct(plan)
+            step.logits = self._address("logits")
+            self._run(step)
+            return self._sample(draws, before_draws)
+
+    def _compute_greedy(self, plan: Plan, count: int) -> Sampled:
+        tokens = np.zeros(count, dtype=np.int32)
+        finite = np.zeros(count, dtype=np.uint8)
+        best = np.empty((self._threads, count, 3), dtype=np.int32)
+        step = self._step_struct(plan)
+        step.logits = self._address("logits")
+        step.tokens, step.finite, step.best = tokens.ctypes.data, finite.ctypes.data, best.ctypes.data
+        self._run(step)
+        return Sampled(tokens.tolist(), np.flatnonzero(finite == 0).tolist())
+
+    def _compute_prompts(
+        self, plan: Plan, asking: Sequence[PromptRow], draws: Sequence[SamplingRow], before_draws: Callable[[], None] | None
+    ) -> Sampled:
+        """Compute with the logits of prompts too, a slice at a time, and then those of the samples, a run at a time."""
+        samples = plan.sample_at
+        inside = [np.arange(one.token, one.token + len(one.targets), dtype=np.int32) for one in asking]
+        wanted = np.sort(np.concatenate([samples, *inside]))  # no token is both: what a sample follows on ends its log
+        self._make_room(plan)
+        self._room("prompt logits", PROMPT_SLICE + _SPARE_ROWS, self._padded_vocab, torch.float32)
+        step = self._step_struct(plan._replace(sample_at=wanted))
+        self._run(step)
+        place = dict(zip(wanted.tolist(), range(len(wanted)), strict=True))
+
+        def logits(first: int, last: int) -> Tensor:
+            self._head(step, place[first], last - first, "prompt logits", 0)
+            return self._buffers["prompt logits"][: last - first, : self._config.vocab_size]
+
+        prompts, failed = prompt_parts(asking, logits)
+        done = 0
+        for first, count in _runs([place[token] for token in samples.tolist()]):
+            self._head(step, first, count, "logits", done)  # what it writes behind its rows the next one overwrites
+            done += count
+        return self._sample(draws, before_draws)._replace(prompts=prompts, failed_prompts=failed)
+
+    def _head(self, step: Any, first: int, count: int, name: str, row: int) -> None:
+        """Logits of samples [first, first + count) of a step that was run without, to buffer `name` from `row` on."""
+        target = self._address(name) + row * self._padded_vocab * 4
+        self._library.run_head(ctypes.byref(self._model), ctypes.byref(step), first, count, target, self._team)
+
+    def _run(self, step: Any) -> None:
+        self._library.run_step(ctypes.byref(self._model), ctypes.byref(step), self._team)
+        for name, seconds in zip(lib.PHASES, step.seconds, strict=True):
+            self.seconds[name] += seconds
+
+    def _sample(self, draws: Sequence[SamplingRow], before_draws: Callable[[], None] | None) -> Sampled:
+        if before_draws is not None:
+            before_draws()
+        return self._sampler.sample(self.logits(len(draws)), draws) if draws else Sampled([], [])
 
     def logits(self, count: int) -> Tensor:
         """The logits of the last step's first `count` samples, float32 [count, vocab_size]; overwritten by the next step.
@@ -148,8 +190,10 @@ class KernelPath:
         cos, sin = rotation(torch.from_numpy(plan.positions), self._frequencies, torch.float32)
         return torch.cat((cos, sin), dim=-1).contiguous()
 
-    def _step_struct(self, plan: Plan, angles: Tensor) -> Any:
-        return lib.Step(
+    def _step_struct(self, plan: Plan) -> Any:
+        """The step without what its results are for. It keeps what it points at."""
+        angles = self._angles(plan)
+        step = lib.Step(
             num_tokens=len(plan.token_ids),
             num_decodes=len(plan.decodes),
             num_chunks=len(plan.chunks),
@@ -157,9 +201,10 @@ class KernelPath:
             num_samples=len(plan.sample_at),
             rotation=angles.data_ptr(),
             state=self._address("state") if len(plan.groups) else None,
-            logits=self._address("logits"),
             **{name: getattr(plan, name).ctypes.data for name in _ARRAYS},
         )
+        step.kept = (plan, angles)
+        return step
 
     def _address(self, name: str) -> int:
         return self._buffers[name].data_ptr()
@@ -192,6 +237,17 @@ class KernelPath:
             # Zeroed: what was never written is read where a block of rows is not full, and must be nothing strange.
             buffer = self._buffers[name] = huge_empty([rows + rows // 4, width], dtype).zero_()
         return buffer.data_ptr()
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Rising numbers as runs without a gap: (first, count)."""
+    runs: list[tuple[int, int]] = []
+    for place in places:
+        if runs and sum(runs[-1]) == place:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((place, 1))
+    return runs
 
 
 _LEVEL_NAMES = ("portable", "AVX2", "AVX-512", "AMX")

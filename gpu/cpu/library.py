@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ABI = 2
+ABI = 3
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
 """Instruction sets in rising order, by the number that the C side knows them by."""
@@ -201,6 +201,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "run_attend_run": (None, (c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
     "run_largest": (c_double, (c_int64, c_void_p, c_int64, c_void_p)),
     "run_step": (None, (c_void_p, c_void_p, c_void_p)),
+    "run_head": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "sample_floats": (c_int64, (c_int64,)),
     "run_sample": (None, (c_int64, c_void_p, c_void_p)),
     "team_open": (c_void_p, (c_int64,)),

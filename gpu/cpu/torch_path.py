@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ..logprobs import prompt_parts
 from ..models.decoder import Batch, Decoder
+from ..prompts import prompt_rows
 from ..sampling import Sampled, SamplingRow, sample
 from ..slots import Row
 from .attention import PagedAttention
@@ -32,10 +36,20 @@ class TorchPath:
     ) -> Sampled:
         """See `ComputePath.compute`."""
         with torch.inference_mode():
-            logits = self._decoder.forward(flat_batch(rows), PagedAttention(self._pool, rows))
-            if before_draws is not None:
-                before_draws()
-            return sample(logits, draws) if draws else Sampled([], [])
+            batch, attention = flat_batch(rows), PagedAttention(self._pool, rows)
+            asking = prompt_rows(rows)
+            if not asking:
+                return self._sample(self._decoder.forward(batch, attention), draws, before_draws)
+            every = self._decoder.hidden(replace(batch, sample_at=torch.arange(len(batch.token_ids))), attention)
+            prompts, failed = prompt_parts(asking, lambda first, last: self._decoder.head(every[first:last]))
+            sampled = self._sample(self._decoder.head(every[batch.sample_at]), draws, before_draws)
+            return sampled._replace(prompts=prompts, failed_prompts=failed)
+
+    @staticmethod
+    def _sample(logits: Tensor, draws: Sequence[SamplingRow], before_draws: Callable[[], None] | None) -> Sampled:
+        if before_draws is not None:
+            before_draws()
+        return sample(logits, draws) if draws else Sampled([], [])
 
     def close(self) -> None:
         """Nothing to do: the memory goes with the object."""

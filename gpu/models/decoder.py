@@ -54,6 +54,14 @@ class Decoder:
 
     def forward(self, batch: Batch, attention: StepAttention) -> Tensor:
         """Logits [samples, vocab_size] in float32 of the tokens at `batch.sample_at`."""
+        return self.head(self.hidden(batch, attention))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 of rows that `hidden` returned."""
+        return F.linear(hidden, self._weights.lm_head).float()
+
+    def hidden(self, batch: Batch, attention: StepAttention) -> Tensor:
+        """What the logits of the tokens at `batch.sample_at` are made of: [samples, hidden_size]."""
         weights, eps = self._weights, self.config.rms_norm_eps
         hidden = F.embedding(batch.token_ids, weights.embedding)
         cos, sin = rotation(batch.positions, self._frequencies, hidden.dtype)
@@ -63,7 +71,7 @@ class Decoder:
             hidden = hidden + F.linear(attended, layer.attention_out)
             gate, up = F.linear(rms_norm(hidden, layer.post_attention_norm, eps), layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
-        return F.linear(rms_norm(hidden[batch.sample_at], weights.final_norm, eps), weights.lm_head).float()
+        return rms_norm(hidden[batch.sample_at], weights.final_norm, eps)
 
     def _project(self, layer: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as [tokens, heads, head_dim]."""

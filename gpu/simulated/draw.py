@@ -71,10 +71,11 @@ class HashedToken:
             left = np.flatnonzero(permitted).tolist()  # reserved ones: its end
         return left[number % len(left)] if left else None
 
-    def logprobs(self, tokens: Int64Array, slot: Slot, token: int) -> TokenLogprobs:
+    def logprobs(self, tokens: Int64Array, slot: Slot, token: int, num_likeliest: int | None = None) -> TokenLogprobs:
         """Made-up logarithms for `token`, drawn after `tokens`: a function of these alone, falling as real ones do.
 
-        A greedy token is the likeliest. One that is not among the `MAX_LOGPROBS` likeliest is a little less likely.
+        `num_likeliest` of the likeliest stand beside it, or as many as the request asks for. A greedy token is the
+        likeliest. One that is not among the `MAX_LOGPROBS` likeliest is a little less likely.
         """
         gaps = blake2b(tokens.astype("<i4").tobytes(), digest_size=32, key=b"logprobs").digest()
         first = int.from_bytes(gaps[-8:], "little")
@@ -84,5 +85,5 @@ class HashedToken:
             likeliest = [token, *(other for other in likeliest if other != token)][:count]
         falling = list(accumulate((-0.05 - gap / 256 for gap in gaps[: count + 1]), initial=-1.0))
         rank = likeliest.index(token) + 1 if token in likeliest else count + 1
-        wanted = slot.params.logprobs or 0
+        wanted = (slot.params.logprobs if num_likeliest is None else num_likeliest) or 0
         return TokenLogprobs([token, *likeliest[:wanted]], [falling[rank - 1], *falling[: min(wanted, count)]], rank)

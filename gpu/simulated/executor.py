@@ -28,6 +28,7 @@ from ...protocol.messages import (
     CopyDone,
     FailedRow,
     NewRow,
+    PromptPart,
     RunStep,
     StepDone,
     TokenLogprobs,
@@ -35,6 +36,7 @@ from ...protocol.messages import (
 from ...protocol.sampling import SamplingParams
 from ..copying import carry_out
 from ..executor import Capacity
+from ..prompts import PromptRow, prompt_rows
 from ..sampling_edits import NO_TOKEN_LEFT, NOT_FINITE
 from ..slots import Row, Slot, SlotTable
 from ..structured import GrammarError, Grammars
@@ -237,11 +239,24 @@ class SimulatedExecutor:
             self.memory.copy(copy.source, copy.target, copy.num_tokens)
         self._write(rows)
         seq_ids, token_ids, failed, logprobs = self._attend(rows)
+        prompts = [self._prompt_part(asking) for asking in prompt_rows(rows) if asking.row.slot.seq_id not in self._failed]
         seconds = time.perf_counter() - started
         if self.step_seconds is not None:
             seconds = self._spend(self.step_seconds(step), seconds)
         logprobs = logprobs if any(logprobs) else []
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs)
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs, prompts=prompts)
+
+    def _prompt_part(self, asking: PromptRow) -> PromptPart:
+        slot, first = asking.row.slot, asking.first
+        end = first + len(asking.targets)
+        read = self.memory.read_back(slot.block_table, self._contents[slot.seq_id], end=end - 1, reader=slot.seq_id)
+        return PromptPart(
+            slot.seq_id, first, [self.prompt_logprobs(read[:at], slot, slot.token_ids[at]) for at in range(first, end)]
+        )
+
+    def prompt_logprobs(self, tokens: Int64Array, slot: Slot, token: int) -> TokenLogprobs:
+        """How likely the prompt token `token` of `slot` was after `tokens`, int64 [n]."""
+        return self._hashed.logprobs(tokens, slot, token, slot.params.prompt_logprobs)
 
     def _copy(self, copy: CopyBlocks, seconds: float | None) -> None:
         source, target = (self.memory, self.host_memory) if copy.direction == "out" else (self.host_memory, self.memory)

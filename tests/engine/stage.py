@@ -205,9 +205,9 @@ async def read_all(stream: RequestStream) -> list[RequestOutput]:
         return [output async for output in stream]
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], *, patience_s: float = PATIENCE_S) -> None:
     """Turn the loop until `condition` holds: for facts that nothing announces."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(patience_s):
         while not condition():  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0)
 

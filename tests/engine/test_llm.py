@@ -110,8 +110,8 @@ def test_chat_answers_one_conversation_or_several(make):
 @pytest.mark.parametrize(
     ("prompt", "params", "error"),
     [("", greedy(), ValidationError), (prompt_of(600), greedy(), NeverFitsError), ([5, -1], greedy(), ValidationError),
-     ("a", greedy(0), ValidationError), ("a", SamplingParams(prompt_logprobs=2), ValidationError)],
-    ids=["empty", "too long", "bad id", "bad value", "not built"],
+     ("a", greedy(0), ValidationError), ("a", SamplingParams(prompt_logprobs=99), ValidationError)],
+    ids=["empty", "too long", "bad id", "bad value", "too many"],
 )  # fmt: skip
 def test_the_whole_list_is_validated_before_any_starts(make, device, place, prompt, params, error):
     llm = make()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 
 from repertory import ValidationError
-from repertory.gpu.grammars import GrammarChecker
 from repertory.gpu.simulated import SimulatedExecutor
 from repertory.gpu.structured import Grammars
 from repertory.protocol.structured import StructuredOutputs
-from repertory.tests.engine.stage import EOS, Stage, greedy, prompt_of, read_all, seeded
+from repertory.tests.engine.stage import EOS, greedy, prompt_of, read_all, seeded
 
 PLATE = StructuredOutputs(regex=r"[A-Z]{2}-[0-9]{3,4}")
 WORDS = StructuredOutputs(regex=r"([a-z]{1,6} ){1,6}\.")
@@ -54,39 +52,6 @@ async def test_preempted_requests_answer_as_alone(stage: Any, grammars: Grammars
             expected = until_its_end(s.device, prompt, params)
         assert output.outputs[0].token_ids == expected
     await s.check_clean()
-
-
-async def bad_beside_good(s: Stage, bad: StructuredOutputs) -> Any:
-    requests = [(prompt_of(9, seed), greedy(20, structured_outputs=PLATE if seed else None)) for seed in range(3)]
-    running = [s.begin(*request) for request in requests]
-    await asyncio.sleep(0)
-    try:
-        return await s.ask(prompt_of(7, 9), greedy(20, structured_outputs=bad))
-    finally:
-        for task, (prompt, params) in zip(running, requests, strict=True):
-            expected = s.device.reference(prompt, params, 20)
-            expected = until_its_end(s.device, prompt, params) if params.structured_outputs else expected
-            assert (await task).outputs[0].token_ids == expected
-        await s.check_clean()
-
-
-@pytest.mark.parametrize(
-    "bad", [StructuredOutputs(json={"type": 5}), StructuredOutputs(regex="("), StructuredOutputs(grammar="start: nobody")]
-)
-async def test_a_grammar_at_fault_is_refused_alone(stage: Any, grammars: Grammars, bad: StructuredOutputs) -> None:
-    s = await stage(block_size=4, grammars=grammars)
-    with pytest.raises(ValidationError, match="structured_outputs") as caught:
-        await bad_beside_good(s, bad)
-    assert caught.value.http_status == 400
-
-
-async def test_a_grammar_that_passes_and_fails_later_ends_its_request_alone(
-    stage: Any, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(GrammarChecker, "settle", lambda checker, wanted: wanted)
-    s = await stage(block_size=4, grammars=grammars)
-    output = await bad_beside_good(s, StructuredOutputs(grammar='start: "a" <|nobody|>'))
-    assert output.outputs[0].finish_reason == "error" and "nobody" in output.outputs[0].stop_reason
 
 
 async def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(

@@ -107,6 +107,7 @@ class LossyRun:
             shared + self._tokens(length - len(shared)),
             max_tokens=self.random.randint(1, 20),
             seed=self.random.randrange(100) if chance() < 0.5 else None,
+            prompt_logprobs=self.random.choice([None, None, None, 0, 2]),
             stop_token_ids=[7] if chance() < 0.3 else [],
         )
         if chance() < self.killer_rate:

@@ -94,6 +94,7 @@ class Run:
             max_tokens=None if chance() < 0.03 else self.random.randint(1, 30),
             n=self.random.choice([1, 1, 1, 2, 4]),
             seed=self.random.randrange(100) if chance() < 0.5 else None,
+            prompt_logprobs=self.random.choice([None, None, None, 0, 2]),
             stop_token_ids=[STOP_ID] if chance() < 0.3 else [],
             cache_salt=self.random.choice([None, None, None, "a", "b"]),
         )

@@ -11,25 +11,30 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from typing import Any
 
+import numpy as np
+
 from repertory.actors.scheduling.core import SchedulerCore
 from repertory.actors.scheduling.pacing import Pacer
 from repertory.actors.scheduling.reports import Report
 from repertory.actors.scheduling.reserve import Reserve
 from repertory.actors.scheduling.sequence import Sequence
 from repertory.gpu.simulated import SimulatedExecutor
+from repertory.gpu.slots import Slot
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.errors import Problem
-from repertory.protocol.ids import Epoch, RequestId
+from repertory.protocol.ids import Epoch, RequestId, SequenceId
 from repertory.protocol.messages import (
     ALL_SEQUENCES,
     Abort,
     Admit,
     CopyBlocks,
     CopyDirection,
+    NewRow,
     Open,
     Refused,
     RunStep,
     SequenceEnd,
+    TokenLogprobs,
     TokensSampled,
 )
 from repertory.protocol.sampling import SamplingParams
@@ -86,6 +91,8 @@ class World:
         self.stopped: set[tuple[RequestId, int]] = set()
         """Sequences that a stop string ended, wherever that was."""
         self.opens: dict[RequestId, Open] = {}
+        self.prompts: dict[RequestId, list[TokenLogprobs]] = {}
+        """How likely the prompts were of those that asked."""
         self.ends: dict[RequestId, SequenceEnd] = {}
         self.refusals: dict[RequestId, Problem | None] = {}
         self.reports: list[Report] = []
@@ -101,11 +108,19 @@ class World:
     # ---- operations -----------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Items[int], *, max_tokens: int | None = 4, seed: int | None = None, n: int = 1, **admit: Any
+        self,
+        prompt: Items[int],
+        *,
+        max_tokens: int | None = 4,
+        seed: int | None = None,
+        n: int = 1,
+        prompt_logprobs: int | None = None,
+        **admit: Any,
     ) -> RequestId:
         """A request arrives; greedy unless `seed` is given."""
         request = RequestId(len(self.admits) + 1)
-        params = SamplingParams(n=n, temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=max_tokens)
+        temperature = 0.0 if seed is None else 1.0
+        params = SamplingParams(n=n, temperature=temperature, seed=seed, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
         message = Admit(request, f"request {request}", list(prompt), params, self.now, **admit)
         self.admits[request] = message
         self.core.on_admit(message, self.now)
@@ -255,6 +270,18 @@ class World:
             )
             if opening is not None:
                 assert opening.num_cached_tokens < opening.num_prompt_tokens, "the last prompt token is always computed"
+            self._check_prompt(request)
+
+    def _check_prompt(self, request: RequestId) -> None:
+        admit = self.admits[request]
+        asks = admit.params.prompt_logprobs is not None and bool(self.given.get((request, 0)))
+        assert (request in self.prompts) == asks, "told with the first token of the first sequence"
+        if asks:
+            slot = Slot(NewRow(SequenceId(0), admit.token_ids, len(admit.token_ids), admit.params, []))
+            tokens = np.array(admit.token_ids)
+            assert self.prompts[request] == [
+                self.device.prompt_logprobs(tokens[:at], slot, admit.token_ids[at]) for at in range(1, len(tokens))
+            ]
 
     def _check_output(self, request: RequestId, index: int) -> None:
         got, end = self.given.get((request, index), []), self.sequence_ends.get((request, index), self.ends[request])
@@ -301,6 +328,9 @@ class World:
         for opening in message.opened:
             assert opening.request_id not in self.opens, "opened twice"
             self.opens[opening.request_id] = opening
+        for part in message.prompts:
+            assert part.request_id not in self.prompts, "told twice"
+            self.prompts[part.request_id] = list(part.entries)
         assert any(message.indices) or not message.indices, "a column of zeros"
         indices = message.indices or [0] * len(message.token_ids)
         for request, index, token in zip(message.request_ids, indices, message.token_ids, strict=True):

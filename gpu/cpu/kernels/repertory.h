@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ABI = 2 };
+enum { ABI = 3 };
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -141,7 +141,7 @@ typedef struct {
     const int32_t *members;
     const int32_t *sample_at; /* token indices, rising */
     float *state;
-    float *logits; /* [samples + 32, vocab rounded up to a panel]; with `tokens`: room for the work */
+    float *logits; /* [samples + 32, vocab rounded up to a panel]; with `tokens`: room for the work; NULL: see run_head */
     int32_t *tokens; /* NULL, or the argmax of each sample, instead of logits */
     uint8_t *finite; /* with `tokens`: whether a row is fit to be sampled: no NaN or plus infinity, one finite logit */
     Best *best; /* with `tokens`: [threads, samples] */

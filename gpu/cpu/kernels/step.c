@@ -316,6 +316,8 @@ static void head(Work *w, int64_t thread)
     const int64_t stride = (m->vocab + w->k->panel - 1) / w->k->panel * w->k->panel;
     norm(w, thread, m->final_norm, s->num_samples);
     end_phase(w, thread, NORM);
+    if (!s->logits)
+        return;
     if (s->tokens)
         greedy(w, thread);
     else
@@ -349,11 +351,39 @@ static void work(void *argument, int64_t thread)
         head(w, thread);
 }
 
-/* Runs a step; Step's outputs and seconds are filled. */
-EXPORT void run_step(const Model *model, Step *step, Team *team)
+static Work begin(const Model *model, Step *step, Team *team)
 {
     Work w = {.m = model, .s = step, .k = find_kernels(model->level, model->is_bf16), .team = team};
     w.size = model->is_bf16 ? sizeof(bf16) : sizeof(float);
     w.lap = now();
+    return w;
+}
+
+/* Runs a step; Step's outputs and seconds are filled. */
+EXPORT void run_step(const Model *model, Step *step, Team *team)
+{
+    Work w = begin(model, step, team);
     team_run(team, work, &w);
+}
+
+typedef struct {
+    Work work;
+    Linear linear;
+} Head;
+
+static void head_part(void *argument, int64_t thread)
+{
+    Head *h = argument;
+    linear(&h->work, thread, h->linear);
+    end_phase(&h->work, thread, HEAD);
+}
+
+/* Logits [count + 32, vocab rounded up to a panel] of samples [first, first + count) of a step that was run without. */
+EXPORT void run_head(const Model *model, Step *step, int64_t first, int64_t count, float *logits, Team *team)
+{
+    Head h = {.work = begin(model, step, team)};
+    const int64_t panel = h.work.k->panel;
+    h.linear = (Linear){row_of(&h.work, model->normed, first, model->hidden), model->hidden, count, model->lm_head,
+                        model->vocab, model->hidden, logits, (model->vocab + panel - 1) / panel * panel, LOGITS};
+    team_run(team, head_part, &h);
 }
