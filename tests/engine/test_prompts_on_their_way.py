@@ -103,8 +103,7 @@ async def test_an_abort_that_comes_while_the_tokenizer_waits_for_room_is_not_los
     running = asyncio.ensure_future(actor.run())
     request = RequestId(1)
     boxes["inbox"].post_nowait(Submit(request, "a", "x", SamplingParams(), 0.0))
-    waiting = boxes[full]._send
-    await until(lambda: waiting.statistics().tasks_waiting_send == 1)
+    await until(lambda: boxes[full].num_senders == 1)
     boxes["inbox"].post_nowait(Abort(request))
     for _ in range(20):
         await asyncio.sleep(0)
