@@ -103,6 +103,7 @@ class Company:
     def close(self) -> None:
         """Close the mailboxes."""
         self._is_closed = True
+        self.scheduler.close()
         for mailbox in self._mailboxes:
             mailbox.close()
 
@@ -115,6 +116,7 @@ class Company:
             core.num_in_flight,
             core.num_copies,
             len(core.telling.histories),
+            len(self.scheduler.accounts),
             self.tokenizer.num_reading,
             len(self.dispatcher),
         )
@@ -138,6 +140,7 @@ class Company:
                 "tokenizer": self.tokenizer.num_reading,
                 "frontend": len(self.dispatcher),
                 "histories": len(core.telling.histories),
+                "accounts": len(self.scheduler.accounts),
                 "worker": self.keeper.num_sequences,
             }
             if not core.num_copies:

@@ -8,7 +8,9 @@ over already.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 import msgspec
 from tokenizers import Tokenizer as TextTokenizer
@@ -44,6 +46,7 @@ class Detokenizer:
         inbox: Mailbox[TokensSampled | Refused],
         frontend: Mailbox[TextOut | Tokenized],
         scheduler: Mailbox[SchedulerInbox],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.inbox = inbox
         self.core = DetokenizerCore(tokenizer)
@@ -52,6 +55,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._frontend = frontend
         self._scheduler = scheduler
+        self._clock = clock
         self._batch: deque[TokensSampled | Refused] = deque()
         self._replayed: dict[tuple[RequestId, int], Told] = {}
         self._asked: set[RequestId] = set()
@@ -115,7 +119,9 @@ class Detokenizer:
             deltas = [unheard for delta in deltas if (unheard := self._unheard(delta)) is not None]
         if not deltas:
             return
+        made_s = self._clock()
         await self._frontend.post(TextOut(deltas))
+        sent_s = self._clock()
         closed = []
         for delta in deltas:
             if delta.is_terminal:
@@ -131,7 +137,7 @@ class Detokenizer:
                     delta.finish_reason is not None,
                 )
         if closed:
-            self._unsent.append(Closed(closed))
+            self._unsent.append(Closed(closed, [(made_s, sent_s)] * len(closed)))
             while len(self.over) > REMEMBERED:
                 self.over.popitem(last=False)
 

@@ -25,10 +25,11 @@ from ..protocol.messages import (
     StepDone,
     TokensSampled,
 )
+from .accounts import Accounts, line_of
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .scheduling.core import SchedulerCore
-from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
+from .scheduling.reports import Finished, HostHit, Paused, Preempted
 
 SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
 
@@ -58,19 +59,25 @@ class Scheduler:
         self._on_culprit = on_culprit
         self._clock = clock
         self._log = logger("scheduler")
+        self.accounts = Accounts(self._write_account)
 
     async def run(self) -> None:
         """Serve until cancelled."""
         while True:
             batch = await self.inbox.take(timeout_s=self._patience())
             now = self._clock()
+            self.core.stalls.at(now)
             for message in batch:
                 self._handle(message, now)
             self.send_steps()
             for output in self.core.take_outputs(now):
                 await self._send_on(output)
-            for report in self.core.take_reports():
-                self._write_down(report)
+            self._write_reports()
+
+    def close(self) -> None:
+        """Write down what is known of requests whose last text was still on its way."""
+        self._write_reports()
+        self.accounts.close()
 
     def send_steps(self) -> None:
         """Plan as many steps as may be in flight and hand them to the worker."""
@@ -118,6 +125,8 @@ class Scheduler:
                 self.core.on_credit(message)
             case Closed():
                 self.core.on_closed(message)
+                self._write_reports()  # one of them may be the account that is closed
+                self.accounts.on_closed(message)
             case Resend():
                 self.core.on_resend(message, now)
             case DeviceShared():
@@ -147,7 +156,20 @@ class Scheduler:
             )
         await self._detokenizer.post(output)
 
-    def _write_down(self, report: Report) -> None:
+    def _write_reports(self) -> None:
+        for report in self.core.take_reports():
+            if isinstance(report, Finished):
+                self.accounts.keep(report)
+            else:
+                self._write_down(report)
+
+    def _write_account(self, account: Finished) -> None:
+        if account.problem is not None:
+            request_id = show_request_id(account.request_id)
+            self._log.error("request.failed", request_id=request_id, label=account.label, reason=account.problem.message)
+        self._log.info("request.finished", **line_of(account))
+
+    def _write_down(self, report: Preempted | HostHit | Paused) -> None:
         fields = msgspec.structs.asdict(report)
         fields["request_id"] = show_request_id(report.request_id)
         match report:
@@ -157,13 +179,6 @@ class Scheduler:
                 self._log.info("scheduler.host_hit", **{key: _rounded(value) for key, value in fields.items()})
             case Paused():
                 self._log.info("scheduler.paused", **fields)
-            case Finished():
-                problem = fields.pop("problem")
-                if problem is not None:
-                    self._log.error(
-                        "request.failed", request_id=fields["request_id"], label=report.label, reason=problem.message
-                    )
-                self._log.info("request.finished", **{key: _rounded(value) for key, value in fields.items()})
 
 
 def _rounded(value: object) -> object:

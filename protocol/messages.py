@@ -129,9 +129,13 @@ class Resend(Message, frozen=True):
 
 
 class Closed(Message, frozen=True):
-    """The terminals of these requests are out: nothing of them will be asked for again."""
+    """The terminals of these requests are out: nothing of them will be asked for again.
+
+    `handed` has, beside each of `request_ids`, when its last text had been made and when it had been handed over.
+    """
 
     request_ids: list[RequestId]
+    handed: list[tuple[float, float]] = []
 
 
 class Refused(Message, frozen=True):

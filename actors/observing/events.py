@@ -32,6 +32,21 @@ class Event(msgspec.Struct, frozen=True):
 _LABEL = "the id the client chose; labels may repeat"
 _PREEMPTIONS = "times it gave its blocks up"
 
+_STAGES: Mapping[str, str] = {
+    "tokenise": "until its prompt was read",
+    "queue": "behind others, or for a slot",
+    "blocks": "first in line, for KV memory",
+    "fetch": "for copies from the host",
+    "prefill": "while its prompt, or all of it again, was computed",
+    "decode": "while it generated",
+    "preempted": "without its blocks, which others had",
+    "paused": "for its reader",
+    "restart": "for a new device, and its turn there",
+    "detokenise": "until text was made of its last token",
+    "send": "until its frontend took that",
+    "stalled": "of prefill and decode, by which other requests' prefills made steps longer",
+}
+
 EVENTS: Mapping[str, Event] = {
     "engine.start": Event(
         "info",
@@ -67,10 +82,10 @@ EVENTS: Mapping[str, Event] = {
         {
             "request_id": "the engine's id, unique",
             "label": _LABEL,
-            "queue_s": "from arrival to the first step with it, s",
-            "prefill_s": "from there to its first token, s",
-            "decode_s": "from its first token to its last, s",
-            "e2e_s": "from arrival to the end, s",
+            **{f"{stage}_s": f"{meaning}, s; left out where it is none" for stage, meaning in _STAGES.items()},
+            "legs": "what held it, one after the other: stage, from and to in seconds since its arrival, stalled seconds of it",
+            "stalled_by": "whose prefills these were: request, seconds; the most first",
+            "e2e_s": "from arrival until its last text was handed over, s: the stages' sum",
             "ttft_s": "from arrival to its first token, s; none where there was no token",
             "num_prompt_tokens": "tokens of the prompt, count",
             "num_cached_tokens": "prompt tokens that the prefix cache held, count",

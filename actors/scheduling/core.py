@@ -54,6 +54,7 @@ from ...radix.cache import KVCache
 from .cost import Decision
 from .draft import Draft
 from .gate import Gate
+from .journeys import Stalls
 from .limits import check_fits, longest_sequence
 from .pacing import Pacer
 from .planning import Planner
@@ -97,7 +98,8 @@ class SchedulerCore:
             on_host_hit=self.telling.host_hit,
         )
         self.max_length = longest_sequence(capacity)
-        self.table = RequestTable(max_length=self.max_length, credit_window=config.credit_window)
+        self.stalls = Stalls()
+        self.table = RequestTable(max_length=self.max_length, credit_window=config.credit_window, stalls=self.stalls)
         self.draining = False
         self.device_is_ready = True
         self.num_restarts = 0
@@ -117,6 +119,7 @@ class SchedulerCore:
         """Queue a request, all its sequences, or refuse it. One that is here already (its sender crashed and said it
         again) is a no-op.
         """
+        self.stalls.at(now)
         if message.request_id in self.table:
             return
         try:
@@ -147,6 +150,7 @@ class SchedulerCore:
 
     def on_abort(self, message: Abort, now: float) -> None:
         """End a request, or one sequence of it. Unknown and ended ids are a no-op."""
+        self.stalls.at(now)
         reason: FinishReason = "stop" if message.reason == "stop" else "error" if message.reason == "error" else "abort"
         if message.index is None:
             request = self.table.get(message.request_id)
@@ -183,6 +187,7 @@ class SchedulerCore:
 
     def plan(self, now: float) -> RunStep | None:
         """The next step, or None: nothing to compute, enough steps in flight, too early, or no device."""
+        self.stalls.at(now)
         self._expire(now)
         if not self._may_plan(now):
             return None
@@ -226,6 +231,7 @@ class SchedulerCore:
         """The draft is a step in flight from here on."""
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
+        draft.sent_s = now
         self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
         return draft.message(released, self.cache.end_step())
@@ -292,7 +298,9 @@ class SchedulerCore:
         """Take in a step's tokens. Messages of another epoch, or of a device that is lost, are dropped."""
         if message.epoch != self.epoch or not self.device_is_ready:
             return
+        self.stalls.at(now)
         draft = self._steps.pop(message.step_id)
+        draft.charge(self.stalls, self.pacer.model)
         self.pacer.on_done(message.seconds, now)
         self.pressure.on_step_done(message.waited_s)
         if draft.num_prefills:
@@ -317,6 +325,7 @@ class SchedulerCore:
                 continue  # ended or rolled back meanwhile: a surplus token
             if seq.first_token_s is None:
                 seq.first_token_s = now
+                seq.traveller.reached_decode()
                 request = self.table[seq.request_id]
                 if request.opening is None:
                     sampled.opened.append(request.open(seq))
@@ -335,7 +344,9 @@ class SchedulerCore:
             seq.num_deaths = 0
             self.planner.suspects.pop(seq.seq_id, None)
         if seq.state is State.RUNNING:  # else it was preempted with this token in flight: not a gain of its return
-            seq.has_gained = True
+            if not seq.has_gained:
+                seq.has_gained = True
+                seq.traveller.reached_decode()
             self.cache.prove(seq.holding, step_id)
         if token in seq.stop_ids:
             given = seq.admit.params.stop_token_ids
@@ -393,6 +404,7 @@ class SchedulerCore:
         if message.epoch != self.epoch or not self.device_is_ready:
             return False
         self.device_is_ready = False
+        self.stalls.at(now)
         present = {seq.seq_id: seq for draft in self._steps.values() for seq in draft.rows}
         alive = [seq for seq in present.values() if seq.state is not State.FINISHED]
         for seq in alive:
@@ -400,6 +412,9 @@ class SchedulerCore:
             if seq.is_suspect:
                 self.planner.suspects[seq.seq_id] = seq
         self._forget_device()
+        for seq in self.table.sequences.values():
+            if seq.state is not State.PAUSED:
+                seq.traveller.enter("restart")
         # A culprit was suspect before it, so it was alone: with it there is nobody else.
         culprits = [seq for seq in alive if seq.is_culprit]
         for seq in culprits:
@@ -416,6 +431,8 @@ class SchedulerCore:
         """A new device has taken over, and remembers nothing."""
         self.epoch = message.epoch
         self.device_is_ready = True
+        for seq in self.queues.waiting:
+            seq.traveller.enter("queue")
         self.num_restarts += 1
 
     def _forget_device(self) -> None:
@@ -470,6 +487,7 @@ class SchedulerCore:
         self._leave_device(seq)
         self.queues.remove(seq)
         seq.state = State.FINISHED
+        seq.journey = seq.traveller.ends()
         seq.leader = None  # no chain of all that were ever followed
         if is_sound:
             self.planner.keep(seq)

@@ -6,8 +6,9 @@ import zlib
 
 from ...protocol.ids import Epoch, SequenceId, StepId
 from ...protocol.messages import BlockCopy, Fences, NewRow, RunStep, TableEdit
+from .journeys import Stalls
 from .sequence import Sequence
-from .step_time import Load, attended
+from .step_time import Load, StepTimeModel, attended
 
 
 class Draft:
@@ -29,6 +30,8 @@ class Draft:
         self.num_ending = 0
         self.num_prefill_tokens = 0
         self.num_attended = 0
+        self.num_attended_by_decodes = 0
+        self.sent_s = 0.0
         self.first_prefill: Sequence | None = None  # the first in order, where prefills are cut into chunks
         self.may_wait: list[Sequence] = []  # prefills that gain by waiting a step, and run only if budget is left
 
@@ -36,6 +39,7 @@ class Draft:
         """A row for the token sampled last."""
         self._add(seq, 1)
         self.num_decodes += 1
+        self.num_attended_by_decodes = self.num_attended  # decodes come first
 
     def add_chunk(self, seq: Sequence, count: int) -> None:
         """A row for `count` tokens of a prompt or a resumption."""
@@ -75,6 +79,15 @@ class Draft:
     def load(self) -> Load:
         """What the step computes, for the model of how long it takes."""
         return Load(self.num_prefill_tokens, self.num_attended, len(self.rows))
+
+    def charge(self, stalls: Stalls, model: StepTimeModel) -> None:
+        """The step has ended: what its chunks have cost whoever else runs is theirs."""
+        chunks = [
+            (seq.traveller, seq.request_id, count)
+            for seq, count in zip(self.rows[self.num_decodes :], self.num_tokens[self.num_decodes :], strict=True)
+        ]
+        without = Load(0, self.num_attended_by_decodes, self.num_decodes)
+        stalls.on_step_done(self.sent_s, model.prefill_share(self.load, without) if chunks else 0.0, chunks)
 
     def message(self, released: list[SequenceId], after: Fences) -> RunStep:
         """The finished step, which waits for the copies in `after`. Sequences new to the device go whole, others as edits."""

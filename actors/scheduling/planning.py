@@ -254,6 +254,8 @@ class Planner:
                 may_fetch=self._may_fetch(draft, choices),
             )
             if found is None:
+                if seq.state is State.WAITING:
+                    seq.traveller.enter("blocks")
                 held = next((other for other in reversed(queues.running) if other.is_held), None)
                 if held is None:
                     return

@@ -41,39 +41,40 @@ class Queues:
 
     def add_waiting(self, seq: Sequence) -> None:
         """A new request."""
-        seq.state = State.WAITING
+        seq.enter(State.WAITING)
         self.num_waiting_requests += seq.leader is None
         insort(self.waiting, seq, key=_rank)
 
     def start(self, seq: Sequence) -> None:
         """From waiting, recovery or fetching to running."""
         self.remove(seq)
-        seq.state = State.RUNNING
+        seq.enter(State.RUNNING)
         insort(self.running, seq, key=_rank)
 
     def fetch(self, seq: Sequence) -> None:
         """From waiting or recovery to fetching: it is admitted, and part of what it was given is still to come."""
         self.remove(seq)
-        seq.state = State.FETCHING
+        seq.enter(State.FETCHING)
         self.fetching[seq.seq_id] = seq
 
     def preempt(self, seq: Sequence) -> None:
         """From running or fetching to recovery, where it keeps its rank."""
         self.remove(seq)
-        seq.state = State.PREEMPTED
+        seq.enter(State.PREEMPTED)
         insort(self.recovery, seq, key=_rank)
 
     def pause(self, seq: Sequence, now: float) -> None:
         """From running or recovery to paused: its reader is out of credit."""
         self.remove(seq)
-        seq.state = State.PAUSED
+        seq.enter(State.PAUSED)
         seq.paused_s = now
         self.paused[seq.seq_id] = seq
 
     def resume(self, seq: Sequence) -> None:
         """From paused to recovery, at its rank: its reader has granted more."""
         self.remove(seq)
-        seq.state = State.PREEMPTED
+        seq.enter(State.PREEMPTED)
+        seq.traveller.enter("queue")
         insort(self.recovery, seq, key=_rank)
 
     def remove(self, seq: Sequence) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from ...protocol.errors import Problem
 from ...protocol.ids import RequestId
+from ...protocol.journey import Journey
 from ...protocol.sampling import FinishReason
 from .request import Request
 
@@ -62,6 +63,10 @@ class Finished(msgspec.Struct, frozen=True):
     num_preemptions: int
     problem: Problem | None = None
     num_sequences: int = 1
+    arrival_s: float = 0.0
+    trace_context: dict[str, str] | None = None
+    journey: Journey | None = None
+    """Of the sequence that was under way for the longest, up to the scheduler's end of it."""
 
     @classmethod
     def of(cls, request: Request, reason: FinishReason, now: float, problem: Problem | None) -> Finished:
@@ -86,10 +91,17 @@ class Finished(msgspec.Struct, frozen=True):
             num_preemptions=request.num_preemptions,
             problem=problem,
             num_sequences=len(sequences),
+            arrival_s=admit.arrival_s,
+            trace_context=admit.trace_context,
+            journey=max((seq.journey for seq in sequences if seq.journey is not None), key=_total_s, default=None),
         )
 
 
 Report = Preempted | HostHit | Paused | Finished
+
+
+def _total_s(journey: Journey) -> float:
+    return journey.total_s
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -14,9 +14,11 @@ import math
 from enum import Enum
 
 from ...protocol.ids import RequestId, SequenceId, StepId
+from ...protocol.journey import Journey, Stage
 from ...protocol.messages import Admit, TokenLogprobs
 from ...radix.holding import Holding
 from ...radix.tokens import TokenLog
+from .journeys import Traveller
 
 SUSPECT_DEATHS = 2
 """Deaths of the device without a token in between after which a request present at them runs alone."""
@@ -33,6 +35,15 @@ class State(Enum):
     PAUSED = "paused"
     FETCHING = "fetching"
     FINISHED = "finished"
+
+
+STAGES: dict[State, Stage] = {
+    State.WAITING: "queue",
+    State.RUNNING: "prefill",
+    State.PREEMPTED: "preempted",
+    State.PAUSED: "paused",
+    State.FETCHING: "fetch",
+}
 
 
 class Sequence:
@@ -55,6 +66,7 @@ class Sequence:
         "index",
         "is_held",
         "is_on_device",
+        "journey",
         "last_token_s",
         "leader",
         "length",
@@ -76,6 +88,7 @@ class Sequence:
         "seq_id",
         "state",
         "stop_ids",
+        "traveller",
         "void_until",
         "waited_for",
     )
@@ -88,6 +101,7 @@ class Sequence:
         *,
         max_length: int,
         rank: tuple[int, int],
+        traveller: Traveller,
         index: int = 0,
         leader: Sequence | None = None,
     ) -> None:
@@ -108,6 +122,8 @@ class Sequence:
         self.max_length = max_length
         self.rank = rank
         self.state = State.WAITING
+        self.traveller = traveller
+        self.journey: Journey | None = None  # once it has ended
         self.length = self.num_prompt_tokens
         self.prefill_end = self.num_prompt_tokens  # tokens known when it was last admitted
         self.num_computed = 0
@@ -132,6 +148,11 @@ class Sequence:
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+
+    def enter(self, state: State) -> None:
+        """It stands there from now on."""
+        self.state = state
+        self.traveller.enter(STAGES[state])
 
     def forget_device(self) -> None:
         """The device is gone: nothing of this sequence is anywhere but in its log."""

@@ -80,6 +80,15 @@ class StepTimeModel:
             pair_s = _within(self._weights[2] / _SCALES[2], 0.0, token_s / LEAST_CONTEXT)
         return count * token_s + attended(start, count) * pair_s
 
+    def prefill_share(self, load: Load, without: Load) -> float:
+        """Which part of the time of a step, 0 to 1, its chunks are to blame for; `without` is its load without them."""
+        if not without.num_rows:
+            return 1.0
+        whole, rest = self.predict(load), self.predict(without)
+        if whole is None or rest is None or whole <= 0.0:
+            return load.num_prefill_tokens / (load.num_prefill_tokens + without.num_rows)
+        return _within(1.0 - rest / whole, 0.0, 1.0)
+
     @property
     def constant_s(self) -> float:
         """What a step takes beside its tokens and rows: at most what the shortest took. 0 until enough has been seen."""

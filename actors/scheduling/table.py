@@ -8,6 +8,7 @@ from collections.abc import Collection
 from ...protocol.ids import RequestId, SequenceId
 from ...protocol.messages import Admit
 from ...radix.cache import KVCache
+from .journeys import Stalls, Traveller
 from .request import Request
 from .sequence import Sequence
 
@@ -15,11 +16,12 @@ from .sequence import Sequence
 class RequestTable:
     """Makes sequences, numbers them, and finds them. `max_length` is in tokens, `credit_window` in output tokens."""
 
-    def __init__(self, *, max_length: int, credit_window: int) -> None:
+    def __init__(self, *, max_length: int, credit_window: int, stalls: Stalls) -> None:
         self.sequences: dict[SequenceId, Sequence] = {}
         self._requests: dict[RequestId, Request] = {}
         self._max_length = max_length
         self._credit_window = credit_window
+        self._stalls = stalls
         self._last_seq_id = SequenceId(0)
 
     def __len__(self) -> int:
@@ -90,6 +92,7 @@ class RequestTable:
             cache.open(seq_id, message.cache_salt),
             max_length=min(self._max_length, room),
             rank=(rank_class, seq_id),
+            traveller=Traveller(message.request_id, message.arrival_s, self._stalls),
             index=index,
             leader=leader,
         )
