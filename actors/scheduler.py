@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -36,6 +37,14 @@ SendToDevice = Callable[[RunStep | CopyBlocks, float | None], None]
 """Takes a step or a copy and how long it should take, over one ordered link."""
 
 
+class Listener(Protocol):
+    """Takes the scheduler's tokens and refusals: a mailbox, or links to many."""
+
+    async def post(self, message: TokensSampled | Refused, /) -> None:
+        """Take a message, waiting for room where there is none."""
+        ...
+
+
 class Scheduler:
     """Receives what comes from every side; sends `RunStep` to the worker, `CopyBlocks` to the swap manager, `TokensSampled`
     and `Refused` to the detokenizer.
@@ -47,7 +56,7 @@ class Scheduler:
         *,
         inbox: Mailbox[SchedulerInbox],
         device: SendToDevice,
-        detokenizer: Mailbox[TokensSampled | Refused],
+        detokenizer: Listener,
         on_culprit: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
