@@ -87,7 +87,12 @@ class FrontendHalf:
     @property
     def is_idle(self) -> bool:
         """Whether no request is anywhere in this half."""
-        return not any(self.tables().values()) and not any(len(mailbox) for mailbox in self._mailboxes)
+        return not any(self.tables().values()) and not self.has_mail
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether a message is unread in this half."""
+        return any(len(mailbox) for mailbox in self._mailboxes)
 
     def tables(self) -> dict[str, int]:
         """What each table holds; nothing, once no request is live."""

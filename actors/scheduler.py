@@ -20,6 +20,7 @@ from ..protocol.messages import (
     DeviceLost,
     DeviceReady,
     DeviceShared,
+    FrontendLost,
     Refused,
     Resend,
     RunStep,
@@ -31,7 +32,9 @@ from .observing.logs import logger
 from .scheduling.core import SchedulerCore
 from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
 
-SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
+FromFrontend = Admit | Abort | Credit | Resend | Closed
+FromDevice = StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
+SchedulerInbox = FromFrontend | FromDevice | FrontendLost
 
 SendToDevice = Callable[[RunStep | CopyBlocks, float | None], None]
 """Takes a step or a copy and how long it should take, over one ordered link."""
@@ -129,6 +132,8 @@ class Scheduler:
                 self.core.on_closed(message)
             case Resend():
                 self.core.on_resend(message, now)
+            case FrontendLost():
+                self.core.on_frontend_lost(message, now)
             case DeviceShared():
                 self.core.on_device_shared(message)
             case DeviceLost():

@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from ...gpu.models.source import resolve_model
 from ...protocol.config import EngineConfig, checked
-from ...protocol.errors import EngineDeadError, RepertoryError
+from ...protocol.errors import EngineDeadError, RepertoryError, first_of
 from ...protocol.outputs import EngineStats
 from ..company import Company
 from ..device import DeviceOpener, check_buildable
@@ -23,9 +23,7 @@ from ..devices.process import HOST_COMMAND
 from ..frontend_half import FrontendHalf
 from ..observing.logs import configure_logging
 from ..observing.start import say_ready, say_start
-from .face import EngineFace, Prompt
-
-__all__ = ["Engine", "Prompt", "first_of"]
+from .face import EngineFace
 
 SETTLE_S = 5.0
 """How long `audit` waits for steps and messages that are under way."""
@@ -182,10 +180,3 @@ async def _until(stop: asyncio.Event, company: Company) -> None:
         group.start_soon(company.run)
         await stop.wait()
         group.cancel_scope.cancel()
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The exception behind the groups that task groups wrap it in."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
