@@ -28,6 +28,7 @@ from ..links.controls import SETTLE_S
 from ..links.frontend_link import ANSWER_S, FrontendLink
 from ..loop_lag import watch_loop
 from ..mailbox import Mailbox
+from ..observing.logs import configure_logging
 from ..resolving import Resolver, read_prompts_for, resolver_for
 from ..scheduler import SchedulerInbox
 from ..text.prompts import PromptReader
@@ -69,6 +70,12 @@ class RemoteEngine(EngineFace):
         self._reader: tuple[str, PromptReader] | None = None
 
     # ---- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect. Raises `EngineDeadError` when no core answers in time."""
+        given = self._given_config
+        configure_logging(given.log_format if given else "auto", given.log_level if given else "info", foreign=False)
+        await super().start()
 
     async def _live(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         try:
