@@ -39,6 +39,8 @@ from .splitting import split
 from .wire import LOOK_S, MAX_UNREAD_BYTES, Account, Wire, heartbeat_period_s
 
 RETRY_S = 0.001
+OPENING_SILENCE_S = 60.0
+"""While a frontend imports libraries and reads its tokenizer, it may be silent for this long."""
 MAX_QUESTIONS = 64
 """Unanswered questions of one frontend."""
 
@@ -50,6 +52,8 @@ class Frontend:
         self.address = address
         self.incarnation = incarnation
         self.heard_at = time.monotonic()
+        self.is_ready = False
+        """Whether it has begun to send life signs: it reads its tokenizer first."""
         self.account = Account()
         self.num_questions = 0
 
@@ -166,6 +170,7 @@ class CoreLink:
 
     def _on_message(self, frontend: Frontend, message: ToCore) -> None:
         if isinstance(message, Beat):
+            frontend.is_ready = True
             frontend.account.read_there(message.num_taken_bytes)
         elif isinstance(message, Goodbye):
             self._log.info("frontend.left", frontend=frontend.name)
@@ -222,7 +227,7 @@ class CoreLink:
             heard_until = self._wire.heard_until()
             for frontend in list(self._frontends.values()):
                 silence_s = heard_until - frontend.heard_at
-                if silence_s > patience_s:
+                if silence_s > (patience_s if frontend.is_ready else max(patience_s, OPENING_SILENCE_S)):
                     self._lose(frontend, f"it has been silent for {silence_s:.1f} s")
 
     def _lose(self, frontend: Frontend, reason: str) -> None:

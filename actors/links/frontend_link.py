@@ -7,7 +7,7 @@
 | it is silent for `heartbeat_timeout_s` | lost; silence is judged only once all that has come is heard |
 | it dismisses us | lost, with its reason |
 | a frame that is no frame | it is logged and dropped |
-| a frame of another epoch | another core has taken the endpoint: lost |
+| a frame of another epoch | dropped, unless it dismisses us: another core has taken the endpoint |
 
 A link that is lost is closed, and another one made: nothing that was meant for one core reaches the next.
 """
@@ -122,20 +122,21 @@ class FrontendLink:
     # ---- from the core --------------------------------------------------------------------------
 
     async def _on_frame(self, parts: list[bytes]) -> None:
-        self._heard_at = time.monotonic()
         num_bytes = sum(map(len, parts))
         try:
             frame = decode_from_core(parts)
         except BadFrame as error:
             self._log.warning("link.bad_message", reason=str(error), num_bytes=num_bytes)
             return
-        if not self._epoch:
-            self._epoch = frame.epoch
-        elif frame.epoch != self._epoch:
-            self._lose("another core has taken its place")
-            return
         for message in frame.messages:
-            await self._on_message(message)
+            if isinstance(message, Dismissed):
+                self._lose(message.reason)
+            elif isinstance(message, Welcome) and not self._epoch:
+                self._epoch = frame.epoch
+                self._welcome.set_result(message)
+            elif frame.epoch == self._epoch:
+                self._heard_at = time.monotonic()
+                await self._on_message(message)
         self._account.taken(num_bytes)
         if self._account.is_report_due:
             self._report()
@@ -146,11 +147,8 @@ class FrontendLink:
                 await self._samples.post(message)
         elif isinstance(message, Beat):
             self._account.read_there(message.num_taken_bytes)
-        elif isinstance(message, Welcome):
-            if not self._welcome.done():
-                self._welcome.set_result(message)
-        elif isinstance(message, Dismissed):
-            self._lose(message.reason)
+        elif isinstance(message, Welcome | Dismissed):
+            return
         elif (answer := self._answers.get(message.number)) is not None and not answer.done():
             answer.set_result(message)
 

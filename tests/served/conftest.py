@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,9 +22,11 @@ from repertory.actors.serving.child import Child
 from repertory.actors.serving.lines import CoreOrders
 from repertory.actors.serving.server import CORE_COMMAND, private_endpoint
 from repertory.protocol.config import EngineConfig
+from repertory.protocol.outputs import EngineStats
 
 GONE_WITHIN_S = 10.0
 STARTS_WITHIN_S = 30.0
+PATIENCE_S = 10.0
 SIMULATED = {"device": "simulated", "block_size": 4, "num_device_blocks": 256, "heartbeat_timeout_s": 5.0}
 COMPUTED = {**SIMULATED, "device": "cpu", "dtype": "float32", "num_threads": 1}
 
@@ -66,13 +70,21 @@ class Core:
 
     async def close(self) -> None:
         """End it, in whatever state it is."""
-        with_cont = [pid for pid in [self.child.pid] if pid is not None and psutil.pid_exists(pid)]
-        for pid in with_cont:
-            os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
         for end in self.ends:
             if not end.done():
                 end.cancel()
         await asyncio.gather(*self.ends, return_exceptions=True)
+
+
+async def stats_until(engine: RemoteEngine, condition: Callable[[EngineStats], bool]) -> float:
+    """Ask for statistics until they are so; seconds that took."""
+    started = time.monotonic()
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition(await engine.stats()):  # noqa: ASYNC110 - facts of another process
+            await asyncio.sleep(0.005)
+    return time.monotonic() - started
 
 
 OpenCore = Callable[..., Any]

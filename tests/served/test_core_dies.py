@@ -23,7 +23,7 @@ from repertory.tests.supervision.crowd import alone, begin, crowd, results
 from repertory.tests.supervision.faulty_host import VARIABLE, Fault, Plan
 
 from . import faulty_core
-from .conftest import SIMULATED, Core
+from .conftest import SIMULATED, Core, stats_until
 
 OpenCore = Callable[..., Any]
 Until = Callable[..., Any]
@@ -106,14 +106,18 @@ async def test_tokens_that_came_before_the_loss_are_still_read(open_core: OpenCo
     core: Core = await open_core(num_device_blocks=40_000, credit_window=16)
     engine = await core.connect()
     stream = engine.generate(prompt_of(9), ENDLESS)
-    while (await engine.stats()).num_paused != 1:
-        await asyncio.sleep(0.005)
+    await stats_until(engine, lambda stats: stats.num_paused == 1)
     os.kill(core.pid, signal.SIGKILL)
-    await asyncio.sleep(0.3)
+    await core.ends[0]
     num_tokens = 0
-    with pytest.raises(EngineDeadError):
+
+    async def drain() -> None:
+        nonlocal num_tokens
         async for output in stream:
             num_tokens += len(output.outputs[0].token_ids)
+
+    with pytest.raises(EngineDeadError):
+        await drain()
     assert num_tokens == 16
 
 
@@ -132,8 +136,7 @@ async def test_a_killed_device_is_a_pause_to_every_frontend(open_core: OpenCore,
     expected = await alone(paper_model, requests, **SIMULATED)
     first, second = await core.connect(), await core.connect()
     tasks = begin(first, requests[::2]), begin(second, requests[1::2])
-    while (await first.stats()).num_steps < 20:
-        await asyncio.sleep(0)
+    await stats_until(first, lambda stats: stats.num_steps >= 20)
     os.kill(core.device_pid, signal.SIGKILL)
     assert await results(tasks[0]) == expected[::2]
     assert await results(tasks[1]) == expected[1::2]

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from repertory import EngineDeadError, SamplingParams
-from repertory.actors.frontends.remote import RemoteEngine
 from repertory.actors.links import core_link
 from repertory.protocol.outputs import EngineStats
 from repertory.tests.engine.stage import greedy, last_of, prompt_of
 
-from .conftest import Core
-from .reader import COMMAND
+from .conftest import Core, stats_until
+from .reader import COMMAND, read_on
 
 OpenCore = Callable[..., Any]
 StartReader = Callable[..., Awaitable[Process]]
@@ -49,15 +48,6 @@ async def kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
-
-
-async def stats_until(engine: RemoteEngine, condition: Callable[[EngineStats], bool]) -> float:
-    """Ask for statistics until they are so; seconds that took."""
-    started = time.monotonic()
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition(await engine.stats()):
-            await asyncio.sleep(0.005)
-    return time.monotonic() - started
 
 
 def num_live(stats: EngineStats) -> int:
@@ -145,8 +135,7 @@ async def test_the_core_of_two_frontends_that_come_and_go_forgets_them(open_core
         await anext(stream)
         await other.aclose()
         with pytest.raises(EngineDeadError):
-            await anext(stream)
-            await anext(stream)
+            await read_on(stream)
     await stats_until(engine, lambda stats: num_live(stats) == 0)
     assert await engine.audit() == []
 
