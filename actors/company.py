@@ -30,9 +30,9 @@ import anyio.to_thread
 from ..gpu.models.config import load_model_config
 from ..protocol.capacity import Capacity
 from ..protocol.config import EngineConfig
-from .core_half import SETTLE_POLL_S, CoreHalf, mailbox_bound
+from .core_half import SETTLE_POLL_S, CoreHalf, left_over, mailbox_bound
 from .devices.keeper import DeviceKeeper
-from .frontend_half import FrontendHalf, left_over
+from .frontend_half import FrontendHalf
 from .loop_lag import watch_loop
 from .mailbox import Mailbox
 from .resolving import Resolver, read_prompts_for, resolver_for

@@ -83,3 +83,8 @@ class CoreHalf:
 def mailbox_bound(config: EngineConfig) -> int:
     """Messages that a mailbox holds unread: one for every request there can be, and some."""
     return config.max_num_queued + config.running_limit + SPARE_ROOM
+
+
+def left_over(tables: dict[str, int]) -> list[str]:
+    """What is still in `tables` although no request is live, in words."""
+    return [f"{name}: {count} left although no request is live" for name, count in tables.items() if count]

@@ -102,8 +102,3 @@ class FrontendHalf:
             "tokenizer": self.tokenizer.num_reading,
             "frontend": len(self.dispatcher),
         }
-
-
-def left_over(tables: dict[str, int]) -> list[str]:
-    """What is still in `tables` although no request is live, in words."""
-    return [f"{name}: {count} left although no request is live" for name, count in tables.items() if count]

@@ -22,8 +22,8 @@ from ...protocol.errors import ConfigError, EngineDeadError, first_of
 from ...protocol.ids import new_incarnation
 from ...protocol.link import AuditAnswer, AuditAsked, Done, DrainAsked, ResetAsked, StatsAnswer, StatsAsked, Welcome
 from ...protocol.outputs import EngineStats
-from ..core_half import SETTLE_POLL_S, mailbox_bound
-from ..frontend_half import FrontendHalf, left_over
+from ..core_half import SETTLE_POLL_S, left_over, mailbox_bound
+from ..frontend_half import FrontendHalf
 from ..links.controls import SETTLE_S
 from ..links.frontend_link import ANSWER_S, FrontendLink
 from ..loop_lag import watch_loop

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...protocol.link import Answer, AuditAnswer, AuditAsked, Done, DrainAsked, Question, ResetAsked, StatsAnswer
-from ..core_half import CoreHalf
-from ..frontend_half import left_over
+from ..core_half import CoreHalf, left_over
 
 SETTLE_S = 5.0
 """How long an audit waits for steps and messages that are under way."""
