@@ -84,7 +84,7 @@ class DeviceHost:
             frame = await self._socket.recv()
             try:
                 return decode_to_host(frame)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 logger("device_host").warning("link.bad_message", reason=str(error), num_bytes=len(frame))
 
     async def _beat(self, opening: OpenDevice) -> None:

@@ -179,7 +179,7 @@ class ProcessDevice:
             self._heard_at = time.monotonic()
             try:
                 message = decode_from_host(frame)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 self._log.warning("link.bad_message", reason=str(error), num_bytes=len(frame))
                 continue
             match message:

@@ -36,8 +36,8 @@ encode = msgspec.msgpack.Encoder().encode
 _from_frontend = msgspec.msgpack.Decoder(FrontendFrame)
 _from_core = msgspec.msgpack.Decoder(CoreFrame)
 
-_NOT_DATA = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
-"""What decoding raises; text that is not UTF-8 and data nested without end are not the library's own errors."""
+_NOT_DATA = (msgspec.DecodeError, RecursionError)
+"""What decoding raises: the second for data that is nested too deeply, whatever it is nested in."""
 
 
 def decode_from_frontend(parts: list[bytes]) -> FrontendFrame:

@@ -24,11 +24,17 @@ from repertory.actors.serving.server import CORE_COMMAND, private_endpoint
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.outputs import EngineStats
 
+from .servers import Server
+
 GONE_WITHIN_S = 10.0
 STARTS_WITHIN_S = 30.0
 PATIENCE_S = 10.0
 SIMULATED = {"device": "simulated", "block_size": 4, "num_device_blocks": 256, "heartbeat_timeout_s": 5.0}
+ENDLESS = {"num_device_blocks": 100_000, "credit_window": 64}
+"""With these a request can go on for as long as a test needs."""
 COMPUTED = {**SIMULATED, "device": "cpu", "dtype": "float32", "num_threads": 1}
+
+StartServer = Callable[..., Any]
 
 
 class Core:
@@ -139,6 +145,22 @@ async def open_core(paper_model: Path, tiny_model: Path, nothing_left: None, log
             return core
 
         yield open_one
+
+
+@pytest.fixture
+async def start_server(paper_model: Path, tiny_model: Path, nothing_left: None) -> AsyncIterator[StartServer]:
+    """Starts servers: `start_server(frontends=2, drain_s=1.0, ...)`. Afterwards nothing of any of them may be left."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*, drain_s: float = 20.0, kind: str = "sound", **settings: Any) -> Server:
+            is_computed = settings.get("device") == "cpu"
+            model = tiny_model if is_computed else paper_model
+            defaults = {"model": str(model), "port": 0, "frontends": 1, **(COMPUTED if is_computed else SIMULATED | ENDLESS)}
+            server = await Server.start(EngineConfig(**{**defaults, **settings}), drain_s=drain_s, kind=kind)
+            stack.push_async_callback(server.close)
+            return server
+
+        yield start
 
 
 @pytest.fixture

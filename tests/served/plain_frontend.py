@@ -54,7 +54,7 @@ def make_app(engine: EngineFace, *, is_draining: Callable[[], bool]) -> Starlett
         return JSONResponse({"pid": os.getpid()})
 
     async def audit(request: Request) -> Response:
-        return JSONResponse(await engine.audit())
+        return JSONResponse({"pid": os.getpid(), "problems": await engine.audit()})
 
     routes = [
         Route("/generate", generate, methods=["POST"]),

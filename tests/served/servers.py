@@ -132,6 +132,15 @@ class Server:
                 last = "cut"
             return token_ids, last
 
+    async def audit(self, client: httpx2.AsyncClient) -> list[str]:
+        """What any of its frontends, or its core, finds that does not add up."""
+        found: dict[int, list[str]] = {}
+        async with asyncio.timeout(PATIENCE_S):
+            while len(found) < len(self.frontends):
+                for response in await asyncio.gather(*(client.get("/audit") for _ in range(8))):
+                    found[response.json()["pid"]] = response.json()["problems"]
+        return [problem for problems in found.values() for problem in problems]
+
     async def status(self, client: httpx2.AsyncClient, path: str = "/health") -> int:
         """Of a GET."""
         return (await client.get(path)).status_code

@@ -6,8 +6,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,13 @@ import pytest
 
 from repertory import SamplingParams, connect
 from repertory.actors.commands.app import build_app
-from repertory.protocol.config import EngineConfig
 from repertory.tests.engine.stage import greedy, last_of, prompt_of
 
-from .conftest import SIMULATED, stats_until
+from .conftest import stats_until
 from .servers import Server, until
 
 StartServer = Callable[..., Any]
-LARGE = {"num_device_blocks": 100_000, "credit_window": 64}
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")
-
-
-@pytest.fixture
-async def start_server(paper_model: Path, nothing_left: None) -> AsyncIterator[StartServer]:
-    """Starts servers: `start_server(frontends=2, drain_s=1.0, ...)`. Afterwards nothing of any of them may be left."""
-    async with AsyncExitStack() as stack:
-
-        async def start(*, drain_s: float = 20.0, kind: str = "sound", **settings: Any) -> Server:
-            defaults = {"model": str(paper_model), "port": 0, "frontends": 1, **SIMULATED, **LARGE}
-            server = await Server.start(EngineConfig(**{**defaults, **settings}), drain_s=drain_s, kind=kind)
-            stack.push_async_callback(server.close)
-            return server
-
-        yield start
 
 
 async def test_the_start_line_names_the_url_and_all_frontends_serve_it(start_server: StartServer) -> None:
@@ -83,7 +66,7 @@ async def test_a_killed_frontend_costs_its_own_clients_and_is_started_again(star
         assert second.is_running()
         answers = await asyncio.gather(*(server.generate(client, prompt_of(9, seed), 5) for seed in range(10)))
         assert [last for _, last in answers] == ["end length"] * 10
-        assert (await client.get("/audit")).json() == []
+        assert await server.audit(client) == []
     (ended,) = server.events("process.ended")
     assert (ended["process"], ended["reason"]) == ("frontend host 1", "it ended with signal SIGKILL")
 
@@ -102,7 +85,7 @@ async def test_a_killed_core_ends_streams_with_an_error_and_its_successor_serves
         await server.event("core.connected", 4)
         answers = await asyncio.gather(*(server.generate(client, prompt_of(9, seed), 5) for seed in range(10)))
         assert [last for _, last in answers] == ["end length"] * 10
-        assert (await client.get("/audit")).json() == []
+        assert await server.audit(client) == []
     assert len(server.frontends) == 2
 
 
@@ -128,7 +111,7 @@ async def test_a_killed_device_is_only_a_pause(start_server: StartServer) -> Non
         await until(lambda: len(server.events("request.finished")) >= 4)
         server.device.kill()
         assert await asyncio.gather(*streams) == expected
-        assert (await client.get("/audit")).json() == []
+        assert await server.audit(client) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
