@@ -22,7 +22,7 @@ from repertory.protocol.structured import StructuredOutputs
 from repertory.tests.supervision.crowd import alone, begin, crowd, results
 
 from .conftest import SIMULATED, Core, stats_until
-from .test_bad_messages import raw, welcomed
+from .raw import raw, welcomed
 
 OpenCore = Callable[..., Any]
 NUM_FRAMES = 20_000

@@ -159,6 +159,11 @@ def census() -> Counter[str]:
     return Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
 
 
+def spare(name: str) -> int:
+    """How many more of a type there may be: none of ours; a turn of the event loop's worth of Python's own."""
+    return 0 if name.startswith("repertory.") else 30  # a thousandth of the requests
+
+
 async def test_nothing_of_many_requests_is_left(paper_model: Path, nothing_left: None) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
     config = EngineConfig(
@@ -183,7 +188,7 @@ async def test_nothing_of_many_requests_is_left(paper_model: Path, nothing_left:
             print(f"\nsoak: resident memory grew by {slope:.1f} bytes a request ({aim})")  # noqa: T201 - it is asked for
             stats = await house.engines[0].stats()
             assert stats.device_blocks.free == stats.device_blocks.total
-        grown = {name: (before[name], count) for name, count in after.items() if count > before[name]}
+        grown = {name: (before[name], count) for name, count in after.items() if count > before[name] + spare(name)}
         assert not grown, f"types of which there are more than after the warm-up: {grown}"
     finally:
         structlog.reset_defaults()

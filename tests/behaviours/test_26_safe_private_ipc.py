@@ -7,8 +7,6 @@ import os
 import pickle
 import random
 import stat
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,16 @@ import zmq
 import zmq.asyncio
 
 from repertory import EngineDeadError, SamplingParams, __version__, connect
-from repertory.actors.links.codec import CoreFrame, FrontendFrame, ToFrontend, decode_from_core, encode
+from repertory.actors.links.codec import CoreFrame, FrontendFrame, decode_from_core, encode
 from repertory.protocol.capacity import Capacity
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.ids import RequestId, request_ids
 from repertory.protocol.link import Beat, Dismissed, DrainAsked, Hello, StatsAnswer, StatsAsked, Welcome
 from repertory.protocol.messages import Abort, Admit, Barred, Closed, Credit, Refused, Resend, TokensSampled
 from repertory.tests.engine.stage import greedy, last_of, prompt_of
+from repertory.tests.served.conftest import Core, OpenCore
+from repertory.tests.served.raw import heard, raw, welcomed
 
-from .conftest import Core
-
-OpenCore = Callable[..., Any]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")
 MINE = 77
 
@@ -42,36 +39,6 @@ class Trap:
 
     def __reduce__(self) -> Any:
         return (os.mkdir, (str(self.file),))
-
-
-@asynccontextmanager
-async def raw(endpoint: str, kind: int = zmq.DEALER) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A socket of ZeroMQ's, without any of ours round it."""
-    context = zmq.asyncio.Context()
-    try:
-        with context.socket(kind) as socket:
-            socket.setsockopt(zmq.LINGER, 200)
-            socket.connect(endpoint)
-            yield socket
-    finally:
-        context.term()
-
-
-async def welcomed(socket: zmq.asyncio.Socket, incarnation: int = MINE) -> int:
-    """Say hello; the core's epoch."""
-    await socket.send(encode(FrontendFrame(0, [Hello(incarnation, __version__)])))
-    frame = decode_from_core(await asyncio.wait_for(socket.recv_multipart(), 5))
-    assert isinstance(frame.messages[0], Welcome)
-    return frame.epoch
-
-
-async def heard(socket: zmq.asyncio.Socket, kind: type[ToFrontend]) -> Any:
-    """The next message of that kind."""
-    async with asyncio.timeout(5):
-        while True:
-            for message in decode_from_core(await socket.recv_multipart()).messages:
-                if isinstance(message, kind):
-                    return message
 
 
 def garbage(trap: Path, epoch: int) -> list[list[bytes]]:
