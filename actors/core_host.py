@@ -38,6 +38,8 @@ from .scheduling.core import SchedulerCore
 from .serving.childhood import Parent, run_child
 from .serving.lines import CoreOrders, FrontendOrders, Ready
 
+LAG_HINT = "the scheduler's loop is late: leave it a core (num_threads), or run fewer sequences at a time (max_num_seqs)"
+
 
 async def serve_core(orders: CoreOrders, parent: Parent, *, host_command: Sequence[str] = HOST_COMMAND) -> None:
     """Open the device and serve frontends at the endpoint until cancelled. Raises what ended it."""
@@ -58,7 +60,7 @@ async def serve_core(orders: CoreOrders, parent: Parent, *, host_command: Sequen
             link.bind()
             async with anyio.create_task_group() as actors:
                 actors.start_soon(half.run)
-                actors.start_soon(watch_loop)
+                actors.start_soon(watch_loop, LAG_HINT)
                 actors.start_soon(link.run, half, Welcome(without_secrets(config), capacity, str(model_dir)))
                 say_ready(log, time.monotonic() - started)
                 parent.say(Ready())

@@ -16,7 +16,8 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -46,6 +47,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the parent's: it says when to drain."""
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""

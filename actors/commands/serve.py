@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
-import msgspec
 from cyclopts import Group, Parameter
 
 from ...protocol.config import EngineConfig, checked
@@ -59,9 +58,8 @@ async def run(config: EngineConfig, *, drain_s: float, **commands: Any) -> int:
     """Serve until a signal. `commands` are the children's, where they are not the usual ones."""
     from ..serving.server import Server, listen_on, private_endpoint
 
-    if config.worker == "inline":
-        # A thread of the core host would share its interpreter with the scheduler, and die with it.
-        config = msgspec.structs.replace(config, worker="process")
+    if config.worker != "process":
+        raise ConfigError(f"worker: a server's device is a process of its own, not {config.worker!r}", key="worker")
     with listen_on(config.host, config.port) as listener, private_endpoint() as endpoint:
         return await Server(config, listener, endpoint, **commands).serve(drain_s=drain_s, announce=_announce)
 

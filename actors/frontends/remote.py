@@ -39,6 +39,7 @@ CONNECT_S = 30.0
 GREETING_S = 5.0
 """A core that has not answered by then may have died with our greeting: it is said again, on a new socket."""
 RETRY_S = 0.05
+LAG_HINT = "something blocks this frontend's loop: its own clients wait; more frontends share the work (--frontends)"
 
 
 def connect(endpoint: str, *, timeout_s: float | None = CONNECT_S, config: EngineConfig | None = None) -> RemoteEngine:
@@ -81,7 +82,7 @@ class RemoteEngine(EngineFace):
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._serve_cores, ready)
-                group.start_soon(watch_loop)
+                group.start_soon(watch_loop, LAG_HINT)
                 await stop.wait()
                 group.cancel_scope.cancel()
             self._end(EngineDeadError("the engine has been closed"))

@@ -33,7 +33,7 @@ from ..mailbox import Mailbox
 from ..observing.logs import logger
 from ..scheduler import FromFrontend, SchedulerInbox
 from .admitting import check_message
-from .codec import BadFrame, CoreFrame, FrontendFrame, ToCore, ToFrontend, decode_from_frontend, encode
+from .codec import VERSION, BadFrame, CoreFrame, FrontendFrame, ToCore, ToFrontend, decode_from_frontend, encode
 from .controls import answer
 from .splitting import split
 from .wire import LOOK_S, MAX_UNREAD_BYTES, Account, Wire, heartbeat_period_s
@@ -156,8 +156,8 @@ class CoreLink:
         hello = frame.messages[0] if frame.messages else None
         if not isinstance(hello, Hello):
             reason = "it has no place here"
-        elif hello.version != _version():
-            reason = f"it is version {hello.version}, the core {_version()}"
+        elif hello.version != VERSION:
+            reason = f"it is version {hello.version}, the core {VERSION}"
         elif hello.incarnation in self._by_incarnation:
             reason = "another frontend has its incarnation"
         else:
@@ -257,9 +257,3 @@ class CoreLink:
                 asyncio.get_running_loop().call_later(RETRY_S, self._flush)
                 return
             self._undelivered.popleft()
-
-
-def _version() -> str:
-    from ... import __version__
-
-    return __version__

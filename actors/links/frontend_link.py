@@ -30,7 +30,7 @@ from ...protocol.messages import Admit, Refused, TokensSampled
 from ..mailbox import Mailbox
 from ..observing.logs import logger
 from ..scheduler import FromFrontend, SchedulerInbox
-from .codec import BadFrame, FrontendFrame, ToCore, ToFrontend, decode_from_core, encode
+from .codec import VERSION, BadFrame, FrontendFrame, ToCore, ToFrontend, decode_from_core, encode
 from .wire import LOOK_S, MAX_UNREAD_BYTES, Account, Wire, heartbeat_period_s
 
 ANSWER_S = 10.0
@@ -64,7 +64,7 @@ class FrontendLink:
     async def greet(self) -> Welcome:
         """Connect, and wait for the core's welcome; however long that takes. Raises `EngineDeadError` when it refuses."""
         self._wire.socket.connect(self.endpoint)
-        self._say(Hello(self.incarnation, _version()))
+        self._say(Hello(self.incarnation, VERSION))
         self._listening = asyncio.create_task(self._wire.listen(self._on_frame))
         self._listening.add_done_callback(self._deaf)
         waits: list[asyncio.Future[str] | asyncio.Future[Welcome]] = [self._welcome, self._lost]
@@ -228,9 +228,3 @@ class FrontendLink:
     def _lose(self, reason: str) -> None:
         if not self._lost.done():
             self._lost.set_result(reason)
-
-
-def _version() -> str:
-    from ... import __version__
-
-    return __version__

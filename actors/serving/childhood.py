@@ -28,7 +28,9 @@ class Parent:
     """The other end of standard input and output. Made once, before anything else of the process."""
 
     def __init__(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # The parent's to hear, also where they are sent to all processes (a service manager does that).
+            signal.signal(number, signal.SIG_IGN)
         wake_when_parent_dies()
         # Whoever prints, prints to the log: our lines have the pipe to themselves.
         self._out = os.dup(sys.stdout.fileno())

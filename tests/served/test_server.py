@@ -115,7 +115,8 @@ async def test_a_killed_device_is_only_a_pause(start_server: StartServer) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_finishes_what_runs_and_refuses_what_is_new(start_server: StartServer, number: int) -> None:
+@pytest.mark.parametrize("whom", ["the parent", "everybody"])
+async def test_a_signal_finishes_what_runs_and_refuses_what_is_new(start_server: StartServer, number: int, whom: str) -> None:
     server: Server = await start_server(frontends=2)
     async with server.client() as client:
         async with connect(server.endpoint) as engine:
@@ -123,7 +124,8 @@ async def test_a_signal_finishes_what_runs_and_refuses_what_is_new(start_server:
             await anext(held)
             running = [asyncio.ensure_future(server.generate(client, prompt_of(9, seed), 2000)) for seed in range(4)]
             await stats_until(engine, lambda stats: stats.num_running + stats.num_paused == 5)
-            server.process.send_signal(number)
+            for process in server.everybody if whom == "everybody" else server.everybody[:1]:
+                process.send_signal(number)
             await server.event("serve.drain")
             async with asyncio.timeout(10):
                 while (refused := await server.generate(client, prompt_of(9), 5))[1] == "end length":
@@ -132,7 +134,7 @@ async def test_a_signal_finishes_what_runs_and_refuses_what_is_new(start_server:
             await held.aclose()
         assert [last for _, last in await asyncio.gather(*running)] == ["end length"] * 4
     assert await server.ended() == 0
-    assert server.events("process.ended") == []
+    assert server.events("process.ended") + server.events("device.lost") == []
 
 
 async def test_draining_ends_at_its_deadline(start_server: StartServer) -> None:
