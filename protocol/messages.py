@@ -13,6 +13,7 @@ state, and the per-step ones carry columns: one message a step, never one a toke
     Tokenizer, Scheduler --Refused--> Detokenizer               (ends that never opened)
     Detokenizer --Abort(stop), Closed, Resend-->  Scheduler
     frontend  --Credit--------->  Scheduler
+    link of many frontends  --FrontendLost-->  Scheduler
     device host --DeviceOpened, Heartbeat, StepDone, CopyDone, DeviceShared-->  its keeper
     keeper --StepDone, CopyDone, DeviceShared, DeviceLost, DeviceReady-->  Scheduler
 
