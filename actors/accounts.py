@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.ids import RequestId, show_request_id
+from ..protocol.ids import RequestId, incarnation_of, show_request_id
 from ..protocol.messages import Closed
 from .scheduling.journeys import handed_over
 from .scheduling.reports import Finished
@@ -30,14 +30,19 @@ class Accounts:
         """A request has ended as far as the scheduler goes."""
         self._waiting[account.request_id] = account
 
-    def on_closed(self, message: Closed) -> None:
-        """Their last texts are out."""
+    def on_closed(self, message: Closed, now: float) -> None:
+        """Their last texts are out: not later than `now`, whatever a frontend says."""
         handed = dict(zip(message.request_ids, message.handed, strict=False))
         for request_id in message.request_ids:
             account = self._waiting.pop(request_id, None)
             if account is not None:
                 moments = handed.get(request_id)
-                self._write(account if moments is None else complete(account, *moments))
+                self._write(account if moments is None else complete(account, *(min(moment, now) for moment in moments)))
+
+    def on_frontend_lost(self, incarnation: int) -> None:
+        """Nobody will say more of the requests that it made."""
+        for request_id in [request_id for request_id in self._waiting if incarnation_of(request_id) == incarnation]:
+            self._write(self._waiting.pop(request_id))
 
     def close(self) -> None:
         """The scheduler stops: what is known is written."""

@@ -14,7 +14,11 @@ QUIET_S = 10.0
 """At most one warning in this time."""
 
 
-async def watch_loop() -> None:
+HINT = "something blocks this event loop: run the engine in a process of its own, or use LLM"
+"""For an application that embeds an engine."""
+
+
+async def watch_loop(hint: str = HINT) -> None:
     """Measure how late the event loop wakes this task; log `loop.lag` above 50 ms. Runs until cancelled."""
     log = logger("engine")
     said_at = float("-inf")
@@ -25,5 +29,4 @@ async def watch_loop() -> None:
         lag_s = now - before - PERIOD_S
         if lag_s > LAG_S and now - said_at > QUIET_S:
             said_at = now
-            hint = "something blocks this event loop: run the engine in a process of its own, or use LLM"
             log.warning("loop.lag", lag_s=round(lag_s, 3), hint=hint)

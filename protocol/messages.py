@@ -13,6 +13,7 @@ state, and the per-step ones carry columns: one message a step, never one a toke
     Tokenizer, Scheduler --Refused--> Detokenizer               (ends that never opened)
     Detokenizer --Abort(stop), Closed, Resend-->  Scheduler
     frontend  --Credit--------->  Scheduler
+    link of many frontends  --FrontendLost-->  Scheduler
     device host --DeviceOpened, Heartbeat, StepDone, CopyDone, DeviceShared-->  its keeper
     keeper --StepDone, CopyDone, DeviceShared, DeviceLost, DeviceReady-->  Scheduler
 
@@ -136,6 +137,12 @@ class Closed(Message, frozen=True):
 
     request_ids: list[RequestId]
     handed: list[tuple[float, float]] = []
+
+
+class FrontendLost(Message, frozen=True):
+    """A frontend process is gone: nobody reads its requests any more, and nothing of them will be asked for again."""
+
+    incarnation: int
 
 
 class Refused(Message, frozen=True):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from repertory import Engine
 from repertory.gpu.slots import Slot
 from repertory.tests.engine.stage import Stage
+from repertory.tests.served.conftest import nothing_left, open_core, sockets  # noqa: F401 - fixtures
 from repertory.tests.tiny_model import make_tiny_model
 
 OpenScripted = Callable[..., Awaitable[Stage]]

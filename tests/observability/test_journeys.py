@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from repertory import SamplingParams
+from repertory.actors.accounts import Accounts
 from repertory.actors.scheduling.journeys import MOST_EPISODES, Stalls, Traveller, handed_over
-from repertory.protocol.ids import RequestId
+from repertory.actors.scheduling.reports import Finished
+from repertory.protocol.ids import RequestId, incarnation_of
 from repertory.protocol.journey import MOST_LEGS, STAGES, Journey, Leg
+from repertory.protocol.messages import Closed
 from repertory.tests.engine.stage import Stage, greedy, last_of, prompt_of, until
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
@@ -227,3 +230,28 @@ def test_a_journey_ends_when_its_last_text_was_handed_over(made_s, sent_s, expec
     found = handed_over(journey, made_s, sent_s)
     assert [(leg.stage, leg.start_s, leg.end_s) for leg in found.legs] == [leg[:3] for leg in expected]
     assert [leg.stalled_s for leg in found.legs] == pytest.approx([leg[3] if len(leg) > 3 else 0.0 for leg in expected])
+
+
+def account_of(request_id: RequestId, *legs: tuple[Any, ...]) -> Finished:
+    journey = journey_of(*legs)
+    return Finished(
+        request_id, "label", "stop", None, None, None, None, journey.total_s, 5, 0, 7, 1, 0, arrival_s=10.0, journey=journey
+    )
+
+
+def test_an_account_is_written_once_when_its_last_text_is_out_or_nobody_can_say_so_any_more() -> None:
+    written: list[Finished] = []
+    accounts = Accounts(written.append)
+    one, two, three, four = (RequestId((incarnation << 32) | 1) for incarnation in (1, 2, 3, 4))
+    for request_id in (one, two, three, four):
+        accounts.keep(account_of(request_id, ("queue", 0.0, 1.0), ("decode", 1.0, 2.0)))
+    accounts.on_closed(Closed([one, RequestId(99)], [(12.5, 13.0), (0.0, 0.0)]), 20.0)
+    accounts.on_closed(Closed([one], [(15.0, 16.0)]), 20.0)
+    accounts.on_closed(Closed([two], [(1e18, 1e19)]), 20.0)
+    accounts.on_frontend_lost(incarnation_of(three))
+    accounts.close()
+    accounts.close()
+    assert [account.request_id for account in written] == [one, two, three, four]
+    assert [account.e2e_s for account in written] == pytest.approx([3.0, 10.0, 2.0, 2.0])
+    assert all(account.journey is not None and account.journey.total_s == account.e2e_s for account in written)
+    assert len(accounts) == 0

@@ -8,6 +8,7 @@ the host is to kill, stop or hang itself, or to raise.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from repertory.protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
 VARIABLE = "FAULTY_HOST"
 COMMAND = (sys.executable, "-m", "repertory.tests.supervision.faulty_host")
 
-How = Literal["kill", "stop", "raise", "panic", "exit", "hang", "babble"]
+How = Literal["kill", "stop", "raise", "panic", "exit", "hang", "babble", "starve"]
 When = Literal["opening", "before", "during", "after", "copying"]
 
 
@@ -149,6 +150,9 @@ def happen(how: How, *, soon: bool) -> None:
         threading.Event().wait()
     elif how == "babble":
         sys.stderr.write("x" * 300_000 + "\n")
+    elif how == "starve":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        bytearray(1 << 30)  # raises: there is no memory to be had any more
     elif how == "panic":
         raise Panic("no exception")
     else:
