@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import App, Group, Parameter
 
 from ...protocol.config import FIELDS, converted, shown
 from ...protocol.errors import ValidationError
@@ -54,7 +54,32 @@ else:
 COMPARE = Group("What to compare", sort_key=0)
 
 
-def simulate(
+HELP = """Replay a recorded run, or simulate requests under any policy and
+configuration, without a device.
+
+A trace that --trace-file has written, alone, is replayed: the same inputs at
+the same times, every decision held against the recorded one. The first that
+differs is shown, and the exit status is 1.
+
+With a policy, a setting or anything else to change, the trace's requests meet
+a simulated device. How long its steps and copies take is fitted from the
+trace, or given by flags; the first column is what was recorded. Public traces
+and made-up requests have no recorded run: their device is a large GPU with an
+8B model, unless flags say otherwise.
+
+  repertory simulate run.jsonl
+  repertory simulate run.jsonl --policy fcfs --policy static --plot run.png
+  repertory simulate mooncake.jsonl --goodput ttft:2000 itl:50 \\
+      --also max-num-batched-tokens=512
+  repertory simulate --generate chats --rate 2 --requests 500 \\
+      --also enable-prefix-caching=false
+"""
+
+simulate = App(name="simulate", help_prologue=HELP, help_format="plaintext")
+
+
+@simulate.default
+def run_simulation(
     file: Annotated[Path | None, Parameter(help="a trace: repertory's own, Mooncake's, BurstGPT's or Azure's")] = None,
     *,
     format: Annotated[
@@ -84,21 +109,7 @@ def simulate(
     config: ConfigFile = None,
     engine: Annotated[EngineFlags | None, Parameter(name="*")] = None,
 ) -> int:
-    """Replay a recorded run, or simulate requests under any policy and configuration, without a device.
-
-    A trace that --trace-file has written, alone, is replayed: the same inputs at the same times, and every decision is
-    held against the recorded one. The first that differs is shown, and the exit status is 1.
-
-    With a policy, a setting or anything else to change, the trace's requests meet a simulated device. How long its steps and
-    copies take is fitted from the trace, or given by flags. The first column of the table is then what was recorded.
-    Public traces and made-up requests have no recorded run: their device is a large GPU with an 8B model, unless
-    flags say otherwise.
-
-    repertory simulate run.jsonl
-    repertory simulate run.jsonl --policy fcfs --policy static --plot run.png
-    repertory simulate mooncake.jsonl --goodput ttft:2000 itl:50 --also max-num-batched-tokens=512
-    repertory simulate --generate chats --rate 2 --requests 500 --also enable-prefix-caching=false
-    """
+    """Replay a trace, or simulate its requests under other policies and settings."""
     began = time.perf_counter()
     generate, device, output = generate or GenerateFlags(), device or DeviceFlags(), checked_output(output)
     settings = dict(engine or {})

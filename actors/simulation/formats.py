@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from ...protocol.errors import ValidationError, shorten
 from ...protocol.trace_reading import is_trace
@@ -130,10 +129,10 @@ def _prompt(blocks: Sequence[int], length: int, own: int) -> Tokens:
     tokens = array("i")
     for block in blocks:
         start = block * MOONCAKE_BLOCK % (_MOST_TOKENS - MOONCAKE_BLOCK)
-        tokens.frombytes(np.arange(start, start + MOONCAKE_BLOCK, dtype=np.int32).tobytes())
+        tokens.extend(array("i", range(start, start + MOONCAKE_BLOCK)))
     missing = length - len(tokens)
     if missing > 0:
-        tokens.frombytes(np.arange(own, own + missing, dtype=np.int32).tobytes())
+        tokens.extend(array("i", range(own, own + missing)))
     return tokens[:length]
 
 
@@ -169,8 +168,8 @@ def _mooncake(path: Path) -> Iterator[_Line]:
 def _burstgpt(path: Path) -> Iterator[_Line]:
     for number, row in _rows(path, "timestamp", "request tokens", "response tokens"):
         at_s = _number(path, number, row, "timestamp")
-        sizes = [int(_number(path, number, row, name)) for name in ("request tokens", "response tokens")]
-        yield _Line(at_s, *sizes)
+        prompt, output = (int(_number(path, number, row, name)) for name in ("request tokens", "response tokens"))
+        yield _Line(at_s, prompt, output)
 
 
 def _azure(path: Path) -> Iterator[_Line]:
@@ -180,8 +179,8 @@ def _azure(path: Path) -> Iterator[_Line]:
         except ValueError:
             raise _wrong(path, number, f"TIMESTAMP: {shorten(row['timestamp'])} is no date and time") from None
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-        sizes = [int(_number(path, number, row, name)) for name in ("contexttokens", "generatedtokens")]
-        yield _Line(at.timestamp(), *sizes)
+        prompt, output = (int(_number(path, number, row, name)) for name in ("contexttokens", "generatedtokens"))
+        yield _Line(at.timestamp(), prompt, output)
 
 
 FORMATS: dict[str, Callable[[Path], Iterator[_Line]]] = {"mooncake": _mooncake, "burstgpt": _burstgpt, "azure": _azure}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 
 from .workload import Job, Output, Tokens
 
@@ -64,7 +63,7 @@ def tokens_of(segments: Sequence[Segment]) -> Tokens:
     """The tokens of these segments, one after the other."""
     tokens = array("i")
     for start, length in segments:
-        tokens.frombytes(np.arange(start, start + length, dtype=np.int32).tobytes())
+        tokens.extend(array("i", range(start, start + length)))
     return tokens
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -15,7 +15,6 @@ from ....protocol.config import EngineConfig, checked
 from ....protocol.config_sources import load_config
 from ....protocol.errors import ValidationError
 from ....protocol.trace_reading import Trace, read_trace
-from ...simulation.fitting import Fit, fit
 from ...simulation.formats import FORMATS, Loaded, detect, load
 from ...simulation.generators import GENERATORS, Shape
 from ...simulation.latency import LatencyModel
@@ -23,6 +22,9 @@ from ...simulation.recorded import read_recorded
 from ...simulation.replay import config_of
 from ...simulation.whatif import Outcome
 from ...simulation.workload import Job
+
+if TYPE_CHECKING:
+    from ...simulation.fitting import Fit
 
 OWN = "repertory"
 """The format of our own traces."""
@@ -136,6 +138,8 @@ def own_trace(path: Path, format: str | None) -> Trace | None:
 
 def of_trace(path: Path, trace: Trace, settings: Mapping[str, Any], device: DeviceFlags, *, load: float) -> Source:
     """A trace of our own under its own configuration, changed by `settings`."""
+    from ...simulation.fitting import fit  # brings numpy with it
+
     config = checked(config_of(trace.began, **settings))
     recorded = read_recorded(trace)
     try:
