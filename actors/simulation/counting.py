@@ -6,13 +6,13 @@ run on it costs. To compare policies the scheduler's memory is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ...gpu.executor import Watch
 from ...protocol.capacity import Capacity
 from ...protocol.ids import SequenceId
 from ...protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
-from .workload import Job, output_token
+from .workload import Job, output_tokens
 
 
 class CountingExecutor:
@@ -22,7 +22,7 @@ class CountingExecutor:
         self.capacity = capacity
         self.watch: Watch | None = None
         self._jobs = jobs
-        self._sequences: dict[SequenceId, list[int]] = {}  # seed, index, tokens of output so far
+        self._sequences: dict[SequenceId, Iterator[int]] = {}  # the tokens that are still to come
 
     @property
     def num_sequences(self) -> int:
@@ -31,19 +31,15 @@ class CountingExecutor:
 
     def run_step(self, step: RunStep) -> StepDone:
         """The next token of each row that samples; no time passes."""
-        sequences, jobs = self._sequences, self._jobs
+        sequences = self._sequences
         for seq_id in step.released:
             sequences.pop(seq_id, None)
         for row in step.admitted:
-            assert row.params.seed is not None, "not an admission of a workload"
-            sequences[row.seq_id] = [row.params.seed, row.index, len(row.token_ids) - row.num_prompt_tokens]
-        seq_ids, token_ids = [], []
-        for seq_id, samples in zip(step.seq_ids, step.samples, strict=True):
-            if samples:
-                state = sequences[seq_id]
-                seq_ids.append(seq_id)
-                token_ids.append(output_token(jobs, state[0], state[1], state[2]))
-                state[2] += 1
+            seed, place = row.params.seed, len(row.token_ids) - row.num_prompt_tokens
+            assert seed is not None, "not an admission of a workload"
+            sequences[row.seq_id] = output_tokens(self._jobs[seed - 1], seed, row.index, place)
+        seq_ids = [seq_id for seq_id, samples in zip(step.seq_ids, step.samples, strict=True) if samples]
+        token_ids = [next(sequences[seq_id], 0) for seq_id in seq_ids]  # 0: surplus, after its end
         return StepDone(step.epoch, step.step_id, seq_ids, token_ids, 0.0, num_sequences=len(sequences))
 
     def copy_blocks(self, copy: CopyBlocks) -> CopyDone:

@@ -27,7 +27,7 @@ import msgspec
 
 from ...protocol.errors import ValidationError, shorten
 from ...protocol.trace_reading import is_trace
-from .workload import Job, Output, Tokens
+from .workload import Job, Output, Tokens, run_of
 
 MOONCAKE_BLOCK = 512
 _MOST_TOKENS = 2**30
@@ -129,10 +129,10 @@ def _prompt(blocks: Sequence[int], length: int, own: int) -> Tokens:
     tokens = array("i")
     for block in blocks:
         start = block * MOONCAKE_BLOCK % (_MOST_TOKENS - MOONCAKE_BLOCK)
-        tokens.extend(array("i", range(start, start + MOONCAKE_BLOCK)))
+        tokens.frombytes(run_of(start, MOONCAKE_BLOCK))
     missing = length - len(tokens)
     if missing > 0:
-        tokens.extend(array("i", range(own, own + missing)))
+        tokens.frombytes(run_of(own, missing))
     return tokens[:length]
 
 

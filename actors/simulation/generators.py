@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
-from .workload import Job, Output, Tokens
+from .workload import Job, Output, Tokens, run_of
 
 SPREAD = 0.6
 MOST_TIMES = 8
@@ -63,7 +64,7 @@ def tokens_of(segments: Sequence[Segment]) -> Tokens:
     """The tokens of these segments, one after the other."""
     tokens = array("i")
     for start, length in segments:
-        tokens.extend(array("i", range(start, start + length)))
+        tokens.frombytes(run_of(start, length))
     return tokens
 
 
@@ -101,12 +102,11 @@ def chats(shape: Shape) -> list[Job]:
     """
     draw, made = random.Random(shape.seed), Segments()
     system = made.new(shape.prefix_len)
-    jobs: list[Job] = []
-    at = 0.0
-    while len(jobs) < shape.count:
-        at += draw.expovariate(shape.rate / shape.turns)
-        jobs += _chat(at, [system], shape, draw, made)
-    return sorted(jobs, key=lambda job: job.arrival_s)[: shape.count]
+
+    def one(at: float) -> list[Job]:
+        return _chat(at, [system], shape, draw, made)
+
+    return _arrivals(shape, shape.rate / shape.turns, draw, one)
 
 
 def mooncake_like(shape: Shape) -> list[Job]:
@@ -117,21 +117,19 @@ def mooncake_like(shape: Shape) -> list[Job]:
     """
     draw, made = random.Random(shape.seed), Segments()
     prefixes = [made.new(shape.prefix_len) for _ in range(shape.groups)]
-    jobs: list[Job] = []
-    at = 0.0
-    # A chat is an arrival of `turns` requests: with 0.2 of them, and 3 turns, half of the requests are turns.
-    share_of_chats = 0.5 / shape.turns / (0.5 / shape.turns + 0.5)
-    requests_each = 1 + share_of_chats * (shape.turns - 1)
-    while len(jobs) < shape.count:
-        at += draw.expovariate(shape.rate / requests_each)
+    # A chat is an arrival of `turns` requests: so many of the arrivals are chats, for half of the requests to be turns.
+    share_of_chats = 1 / (1 + shape.turns)
+    share_of_tools = share_of_chats + 0.6 * (1 - share_of_chats)
+
+    def one(at: float) -> list[Job]:
         kind = draw.random()
         if kind < share_of_chats:
-            jobs += _chat(at, [made.new(_length(shape.input_len, draw))], shape, draw, made)
-        else:
-            head = [draw.choice(prefixes)] if kind < share_of_chats + 0.6 * (1 - share_of_chats) else []
-            own = made.new(_length(max(1, shape.input_len // (2 if head else 1)), draw))
-            jobs.append(_job(at, [*head, own], _length(shape.output_len, draw)))
-    return sorted(jobs, key=lambda job: job.arrival_s)[: shape.count]
+            return _chat(at, [made.new(_length(shape.input_len, draw))], shape, draw, made)
+        head = [draw.choice(prefixes)] if kind < share_of_tools else []
+        own = made.new(_length(max(1, shape.input_len // (2 if head else 1)), draw))
+        return [_job(at, [*head, own], _length(shape.output_len, draw))]
+
+    return _arrivals(shape, shape.rate / (1 + share_of_chats * (shape.turns - 1)), draw, one)
 
 
 GENERATORS: dict[str, Callable[[Shape], list[Job]]] = {
@@ -146,6 +144,19 @@ GENERATORS: dict[str, Callable[[Shape], list[Job]]] = {
 ANSWER_RATE = 50.0
 QUESTION_SHARE = 8
 """A chat's later questions are this many times shorter than `input_len`."""
+
+
+def _arrivals(shape: Shape, rate: float, draw: random.Random, one: Callable[[float], list[Job]]) -> list[Job]:
+    """The first `count` requests of what comes `rate` times a second, where each of that is a few requests over time."""
+    jobs: list[Job] = []
+    times: list[float] = []
+    at = 0.0
+    while bisect_right(times, at) < shape.count:
+        for job in one(at):
+            jobs.append(job)
+            insort(times, job.arrival_s)
+        at += draw.expovariate(rate)
+    return sorted(jobs, key=lambda job: job.arrival_s)[: shape.count]
 
 
 def _chat(at: float, history: list[Segment], shape: Shape, draw: random.Random, made: Segments) -> list[Job]:

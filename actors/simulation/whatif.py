@@ -16,6 +16,7 @@ from ...protocol.outputs import EngineStats
 from ..scheduling.core import SchedulerCore
 from ..scheduling.sequence import Sequence
 from ..scheduling.sharing import Group, SharedGroups
+from ..scheduling.step_time import Load
 from .counting import CountingExecutor
 from .latency import LatencyModel
 from .run import Operation, VirtualRun
@@ -67,10 +68,13 @@ class _ByLoad:
     def __init__(self, model: LatencyModel, core: SchedulerCore) -> None:
         self._model = model
         self._core = core
+        self.load = Load(0, 0, 0)
+        """Of the last step."""
         self.of_copy: Callable[[CopyBlocks, int], float] = model.of_copy
 
     def of_step(self, step: RunStep) -> float:
-        return self._model.of_load(*self._core.load_of(step))
+        self.load = self._core.load_of(step)
+        return self._model.of_load(*self.load)
 
 
 class _NoGroups(SharedGroups):
@@ -94,7 +98,7 @@ class WhatIfRun(VirtualRun):
     ) -> None:
         super().__init__(config, CountingExecutor(capacity, jobs), latency)
         self.core.groups = _NoGroups(capacity.block_size)
-        self.device.latency = _ByLoad(latency, self.core)
+        self._latency = self.device.latency = _ByLoad(latency, self.core)
         self.seen: dict[tuple[RequestId, int], Seen] = {}
         self.moments: list[Moment] = []
         self.num_refused = 0
@@ -121,22 +125,20 @@ class WhatIfRun(VirtualRun):
         )
 
     def _issue(self, operation: Operation) -> None:
-        if isinstance(operation, RunStep) and operation.seq_ids:
-            queues, cache = self.core.queues, self.core.cache
-            num_free, num_cached, total = cache.pool.num_free, cache.tree.num_evictable, cache.num_blocks
-            load = self.core.load_of(operation)
-            self.moments.append(
-                Moment(
-                    self.now,
-                    (total - num_free - num_cached) / total,
-                    num_cached / total,
-                    len(queues.running),
-                    len(queues.waiting) + len(queues.recovery),
-                    load.num_prefill_tokens,
-                    sum(operation.num_tokens) - load.num_prefill_tokens,
-                )
-            )
         super()._issue(operation)
+        if isinstance(operation, RunStep) and operation.seq_ids:
+            queues, cache, num_prefill_tokens = self.core.queues, self.core.cache, self._latency.load.num_prefill_tokens
+            num_free, num_cached, total = cache.pool.num_free, cache.tree.num_evictable, cache.num_blocks
+            moment = Moment(
+                self.now,
+                (total - num_free - num_cached) / total,
+                num_cached / total,
+                len(queues.running),
+                len(queues.waiting) + len(queues.recovery),
+                num_prefill_tokens,
+                sum(operation.num_tokens) - num_prefill_tokens,
+            )
+            self.moments.append(moment)
 
     def _listen(self) -> None:
         self.core.take_reports()

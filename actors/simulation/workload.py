@@ -65,14 +65,21 @@ def admits(jobs: Sequence[Job]) -> Iterator[Admit]:
         )
 
 
-def output_token(jobs: Sequence[Job], seed: int, index: int, place: int) -> int:
-    """Token `place` of the output of sequence `index` of the job with this seed; 0 beyond its end."""
-    job = jobs[seed - 1]
+def output_tokens(job: Job, seed: int, index: int, start: int) -> Iterator[int]:
+    """The tokens of the output of sequence `index` from `start` on, for the job with this seed; `STOP` ends it early."""
     output = job.outputs[index]
-    if place == output.length - 1 and output.length != job.max_tokens:
-        return STOP
-    if place >= output.length:
-        return 0
+    ends_early = output.length != job.max_tokens
     if output.tokens is not None:
-        return output.tokens[place]
-    return _FIRST_OUTPUT + (seed * 7919 + index * 104_729 + place) % (_FIRST_OUTPUT - 1)
+        yield from output.tokens[start : output.length - ends_early]
+    else:
+        first = _FIRST_OUTPUT + (seed * 7919 + index * 104_729) % (_FIRST_OUTPUT - output.length - 1)
+        yield from range(first + start, first + output.length - ends_early)
+    if ends_early:
+        yield STOP
+
+
+def run_of(start: int, count: int) -> bytes:
+    """`count` tokens that count upwards from `start`, as int32."""
+    import numpy as np  # not at the top: what shows the help needs none
+
+    return np.arange(start, start + count, dtype=np.int32).tobytes()
