@@ -110,7 +110,7 @@ def run_simulation(
     engine: Annotated[EngineFlags | None, Parameter(name="*")] = None,
 ) -> int:
     """Replay a trace, or simulate its requests under other policies and settings."""
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     generate, device, output = generate or GenerateFlags(), device or DeviceFlags(), checked_output(output)
     settings = dict(engine or {})
     _check(file, generate, load)
@@ -130,7 +130,7 @@ def run_simulation(
         return _write(write, source)
     variants = list(_variants(policy or [source.config.scheduling_policy], also or []))
     outcomes = [_run(source, name, changed) for name, changed in variants]
-    _show(source, outcomes, objectives, output, time.perf_counter() - began)
+    _show(source, outcomes, objectives, output, (time.perf_counter() - began, time.process_time() - began_cpu))
     return 0
 
 
@@ -238,8 +238,13 @@ def _write(path: Path, source: Source) -> int:
 
 
 def _show(
-    source: Source, outcomes: list[Outcome], objectives: Mapping[str, float], output: OutputFlags, seconds: float
+    source: Source,
+    outcomes: list[Outcome],
+    objectives: Mapping[str, float],
+    output: OutputFlags,
+    spent_s: tuple[float, float],
 ) -> None:
+    seconds, cpu_s = spent_s
     simulated_s = sum(outcome.duration_s for outcome in outcomes)
     columns = [*([source.measured] if source.measured is not None else []), *outcomes]
     runs = [table.figures(outcome, objectives) for outcome in columns]
@@ -247,7 +252,7 @@ def _show(
     title = f"{source.name}: {len(source.jobs):,} requests{left_out}"
     if output.as_json:
         facts = {"source": source.name, "num_requests": len(source.jobs), "num_left_out": source.num_left_out}
-        speed = {"simulated_s": simulated_s, "seconds": seconds, "settings": shown(source.config)}
+        speed = {"simulated_s": simulated_s, "seconds": seconds, "cpu_s": cpu_s, "settings": shown(source.config)}
         fitted = None if source.fit is None else source.fit._asdict()
         latency = {name: getattr(source.latency, name) for name in source.latency.__struct_fields__}
         show.write_json(
@@ -257,7 +262,8 @@ def _show(
     else:
         show.write_table(title, show.table(["", *(run.name for run in runs)], table.rows(runs)), sys.stdout)
         sys.stdout.write(_device_line(source))
-        sys.stdout.write(f"simulated {simulated_s:,.0f} s in {seconds:.1f} s: {simulated_s / seconds:,.0f} times as fast\n")
+        speed = f"simulated {simulated_s:,.0f} s in {seconds:.1f} s ({cpu_s:.1f} s of CPU)"
+        sys.stdout.write(f"{speed}: {simulated_s / seconds:,.0f} times as fast\n")
     if output.plot is not None:
         picture.draw(output.plot, title, columns)
 
