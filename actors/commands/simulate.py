@@ -120,7 +120,7 @@ def run_simulation(
     if file is not None and trace is not None and not any(changes):
         return _replay(file, trace, output)
     if file is not None and trace is not None:
-        source = of_trace(file, trace, settings, device, load=load)
+        source = of_trace(file, trace, settings, config, device, load=load)
     else:
         found = loaded(file, format, generate)
         source = of_workload(str(file or found.format), found, settings, config, device, load=load)
@@ -262,8 +262,8 @@ def _show(
     else:
         show.write_table(title, show.table(["", *(run.name for run in runs)], table.rows(runs)), sys.stdout)
         sys.stdout.write(_device_line(source))
-        speed = f"simulated {simulated_s:,.0f} s in {seconds:.1f} s ({cpu_s:.1f} s of CPU)"
-        sys.stdout.write(f"{speed}: {simulated_s / seconds:,.0f} times as fast\n")
+        words = f"simulated {simulated_s:,.0f} s in {seconds:.1f} s ({cpu_s:.1f} s of CPU)"
+        sys.stdout.write(f"{words}: {simulated_s / seconds:,.0f} times as fast\n")
     if output.plot is not None:
         picture.draw(output.plot, title, columns)
 

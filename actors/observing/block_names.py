@@ -30,6 +30,27 @@ class _Key(NamedTuple):
     tokens: bytes
 
 
+class Namespaces:
+    """Numbers `cache_salt`s. The `limit` used last are remembered; one that comes again after that gets another number."""
+
+    def __init__(self, *, limit: int = 65_536) -> None:
+        self._limit = limit
+        self._numbers: dict[str, int] = {}
+        self._last = 0
+
+    def number(self, salt: str | None) -> int:
+        """0 without a salt."""
+        if salt is None:
+            return 0
+        number = self._numbers.pop(salt, None)
+        if number is None:
+            number = self._last = self._last + 1
+        self._numbers[salt] = number
+        if len(self._numbers) > self._limit:
+            del self._numbers[next(iter(self._numbers))]
+        return number
+
+
 class BlockNames:
     """Names blocks of `block_size` tokens. `limit` is how many names are remembered."""
 
@@ -38,25 +59,11 @@ class BlockNames:
         self._limit = limit
         self._names: OrderedDict[_Key, int] = OrderedDict()  # the least recently used first, children before parents
         self._siblings: dict[int, list[bytes]] = {}
-        self._namespaces: dict[str, int] = {}
-        self._last_namespace = 0
         self._last = -1
         self._new: list[Named] = []
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def namespace(self, salt: str | None) -> int:
-        """The number of the namespace of a `cache_salt`: 0 without one."""
-        if salt is None:
-            return 0
-        number = self._namespaces.pop(salt, None)
-        if number is None:
-            number = self._last_namespace = self._last_namespace + 1
-        self._namespaces[salt] = number
-        if len(self._namespaces) > self._limit:
-            del self._namespaces[next(iter(self._namespaces))]
-        return number
 
     def of_tokens(self, token_ids: Sequence[int], namespace: int) -> list[int]:
         """The names of the blocks of these tokens."""

@@ -13,7 +13,7 @@ from ..scheduling.core import SchedulerCore
 from ..scheduling.digest import DIGITS, DecisionDigest
 from ..scheduling.request import Request
 from ..scheduling.step_time import Load
-from .block_names import BlockNames
+from .block_names import BlockNames, Namespaces
 
 _NOTHING = Load(0, 0, 0)
 
@@ -97,7 +97,7 @@ class TraceLines:
         self.digest = DecisionDigest()
         self._block_size = block_size
         self._names = names
-        self._namespaces = BlockNames(block_size, limit=1 << 16)  # numbers of salts, with content too
+        self._namespaces = Namespaces()
         self._reached: dict[int, int] = {}  # by sequence: where its last row ended
         self._samplers: dict[tuple[int, int], list[int]] = {}  # by (epoch, step): the sequences that sample, in row order
         self._num_evicted = 0
@@ -128,7 +128,7 @@ class TraceLines:
 
     def _arrival(self, came: Came) -> Iterator[trace.Record]:
         admit, params = came.admit, came.admit.params
-        namespace = self._namespaces.namespace(admit.cache_salt)
+        namespace = self._namespaces.number(admit.cache_salt)
         hash_ids: list[int] = []
         if self._names is not None and came.seq_id:
             num_whole = len(admit.token_ids) // self._block_size * self._block_size
@@ -224,7 +224,7 @@ class TraceLines:
         )
 
     def _end(self, over: Over) -> Iterator[trace.Record]:
-        seq, namespace = over.request.sequences[over.which], self._namespaces.namespace(over.request.admit.cache_salt)
+        seq, namespace = over.request.sequences[over.which], self._namespaces.number(over.request.admit.cache_salt)
         hash_ids: list[int] = []
         if self._names is not None:
             hash_ids = self._names.of(seq.log.buffer, namespace)[seq.num_prompt_tokens // self._block_size :]

@@ -67,10 +67,10 @@ class Replayed(NamedTuple):
         return self.difference is None and self.recorded_digest in (None, self.digest)
 
 
-def config_of(began: trace.Began, **changes: Any) -> EngineConfig:
+def config_of(began: trace.Began) -> EngineConfig:
     """The configuration that a trace was recorded under. Raises `ValidationError` for one this version does not know."""
     try:
-        return EngineConfig(**{"model": "recorded", **began.config, **changes, "trace_file": None})
+        return EngineConfig(**{"model": "recorded", **began.config, "trace_file": None})
     except TypeError as error:
         raise ValidationError(f"the trace's configuration: {error}", field="config") from None
 

@@ -29,7 +29,7 @@ class Moment(NamedTuple):
     at: float
     kv_share: float  # of the device's blocks, those that running requests hold
     cached_share: float  # those that are cache only
-    num_running: int
+    num_running: int  # those too whose last token is in flight
     num_waiting: int  # waiting and preempted
     num_prefill_tokens: int
     num_decodes: int

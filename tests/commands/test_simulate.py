@@ -91,6 +91,14 @@ def test_another_setting_is_a_comparison_too(run, recorded):
     assert found["runs"][1]["peak_kv_share"] < 0.5 < found["runs"][0]["peak_kv_share"]
 
 
+def test_a_file_of_settings_changes_a_trace_and_flags_win_over_it(run, recorded, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("kv:\n  num_device_blocks: 77\n  max_num_seqs: 2\n")
+    found = json.loads(run(recorded, "--config", file, "--max-num-seqs", "3", "--json")[1])
+    assert (found["settings"]["num_device_blocks"], found["settings"]["max_num_seqs"]) == (77, 3)
+    assert found["runs"][1]["mean_running"] < found["runs"][0]["mean_running"]
+
+
 @pytest.mark.slow
 def test_the_shipped_trace_is_served_by_two_policies_and_drawn(run, tmp_path):
     picture = tmp_path / "run.png"

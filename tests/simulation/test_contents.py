@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repertory.actors.observing.block_names import BlockNames
+from repertory.actors.observing.block_names import BlockNames, Namespaces
 from repertory.actors.simulation.contents import BlockContents
 from repertory.protocol.errors import ValidationError
 from repertory.protocol.trace import Named
@@ -47,10 +47,14 @@ def test_stand_ins_share_as_much_and_stand_in_the_same_order(real):
 
 
 def test_equal_logs_have_equal_names_and_other_namespaces_have_others():
-    (one, same, apart), names = named([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], namespaces=[0, 0, 1])
+    (one, same, apart), _ = named([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], namespaces=[0, 0, 1])
     assert one == same
     assert not set(one) & set(apart)
-    assert (names.namespace(None), names.namespace("a"), names.namespace("b"), names.namespace("a")) == (0, 1, 2, 1)
+
+
+def test_namespaces_are_numbered_and_the_least_recently_used_forgotten():
+    namespaces = Namespaces(limit=2)
+    assert [namespaces.number(salt) for salt in (None, "a", "b", "a", "c", "a", "b")] == [0, 1, 2, 1, 3, 1, 4]
 
 
 def test_a_long_new_prompt_is_one_record():

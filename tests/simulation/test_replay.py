@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from repertory import BeamSearchParams
 from repertory.actors.simulation.replay import Replay
 from repertory.protocol import trace as records
 from repertory.protocol.trace_reading import read_trace
@@ -163,4 +164,14 @@ async def test_a_device_that_dies_is_replayed_too(stage, tmp_path):
     await s.close()
     found = read_trace(path)
     assert {"lost", "ready"} <= {record.what for record in found.records if isinstance(record, records.DeviceEvent)}
+    assert Replay(found).run().is_same
+
+
+async def test_a_beam_search_is_replayed(stage, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    s = await stage(trace_file=str(path), block_size=4, num_device_blocks=64)
+    await s.engine.beam_search(prompt_of(9), BeamSearchParams(beam_width=3, max_tokens=6))
+    await s.close()
+    found = read_trace(path)
+    assert sum(record.follows is not None for record in found.records if isinstance(record, records.Arrived)) > 5
     assert Replay(found).run().is_same

@@ -11,7 +11,7 @@ import msgspec
 from cyclopts import Group, Parameter
 
 from ....protocol.capacity import Capacity
-from ....protocol.config import EngineConfig, checked
+from ....protocol.config import FIELDS, EngineConfig, checked
 from ....protocol.config_sources import load_config
 from ....protocol.errors import ValidationError
 from ....protocol.trace_reading import Trace, read_trace
@@ -136,11 +136,15 @@ def own_trace(path: Path, format: str | None) -> Trace | None:
     return read_trace(path) if (format or detect(path)) == OWN else None
 
 
-def of_trace(path: Path, trace: Trace, settings: Mapping[str, Any], device: DeviceFlags, *, load: float) -> Source:
-    """A trace of our own under its own configuration, changed by `settings`."""
+def of_trace(
+    path: Path, trace: Trace, settings: Mapping[str, Any], file: Path | None, device: DeviceFlags, *, load: float
+) -> Source:
+    """A trace of our own under its own configuration, changed by `settings`, variables and `file` in that order."""
     from ...simulation.fitting import fit  # brings numpy with it
 
-    config = checked(config_of(trace.began, **settings))
+    recorded_config = config_of(trace.began)
+    config = load_config(flags=settings, file=file, defaults=msgspec.structs.asdict(recorded_config))
+    changed = {key: getattr(config, key) for key in FIELDS if getattr(config, key) != getattr(recorded_config, key)}
     recorded = read_recorded(trace)
     try:
         fitted = fit(trace.records)
@@ -149,7 +153,7 @@ def of_trace(path: Path, trace: Trace, settings: Mapping[str, Any], device: Devi
             raise
         fitted = None
     latency = device.applied_to(LATENCY if fitted is None else fitted.latency)
-    capacity = _resized(trace.began.capacity, config, settings)
+    capacity = _resized(trace.began.capacity, config, changed)
     jobs = faster(recorded.jobs, load)
     return Source(str(path), jobs, recorded.num_left_out, config, capacity, latency, fitted, recorded.measured)
 
