@@ -139,6 +139,8 @@ def checked(config: EngineConfig) -> EngineConfig:
             f"speculative_window {config.speculative_window} is more than half of max_num_batched_tokens {config.token_budget}",
             key="speculative_window",
         )
+    if config.trace_content and config.trace_file is None:
+        raise ConfigError("trace_content is set, but there is no trace_file to put it in", key="trace_content")
     if config.device not in ("auto", "cpu", "cuda", "simulated") and not _is_cuda_index(config.device):
         raise ConfigError(f"device {config.device!r} is not auto, cpu, cuda, cuda:N or simulated", key="device")
     return config

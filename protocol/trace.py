@@ -91,7 +91,7 @@ class Named(Record, frozen=True):
 class Arrived(Record, frozen=True):
     """A request was admitted to the scheduler's table, or refused (`seq_id` 0). Its sequences are `seq_id` and following.
 
-    `hash_ids` are the whole blocks of the prompt; what is left of it is in the first block of its sequences' `Ended`.
+    `hash_ids` are the blocks of the prompt, of which the last may be shorter than the others.
     """
 
     at: float
@@ -255,7 +255,8 @@ class Paused(Record, frozen=True):
 class Ended(Record, frozen=True):
     """A sequence ended with `num_output_tokens` tokens; `reason` None: the trace did, before it.
 
-    `hash_ids` are its blocks from block `num_prompt_tokens // block_size` on: the prompt's last tokens and the output.
+    `hash_ids` are its blocks from block `num_prompt_tokens // block_size` on: what of the prompt fills no block, and the
+    output. An output that never came to its end, because a crash was first, is not in the trace.
     `by_token`: its last token is one of the request's stop ids. `num_cached_tokens` of the prompt were found.
     """
 

@@ -12,6 +12,7 @@ from cyclopts import App, Group, Parameter
 
 from ...protocol.config import FIELDS, converted, shown
 from ...protocol.errors import ValidationError
+from ...protocol.trace import Finished
 from ...protocol.trace_reading import Trace
 from ..simulation.formats import mooncake_lines
 from ..simulation.replay import Difference, Replay
@@ -170,8 +171,8 @@ def _replay(file: Path, trace: Trace, output: OutputFlags) -> int:
         return 0 if replayed.is_same else 1
     out = sys.stdout.write
     out(f"{file}: {recorded_s:.1f} s of repertory {trace.began.engine}, settings {shown(replay.core.config)}\n")
-    if trace.is_torn:
-        out("its last line is not whole: the run was cut off, and is replayed as far as it was written\n")
+    if not isinstance(trace.records[-1] if trace.records else None, Finished):
+        out("the trace has no end: the run was cut off. What its last requests said is not known, and may matter\n")
     if replayed.difference is not None:
         out(_differences(replayed.difference))
     elif not replayed.is_same:

@@ -131,8 +131,7 @@ class TraceLines:
         namespace = self._namespaces.number(admit.cache_salt)
         hash_ids: list[int] = []
         if self._names is not None and came.seq_id:
-            num_whole = len(admit.token_ids) // self._block_size * self._block_size
-            hash_ids = self._names.of_tokens(admit.token_ids[:num_whole], namespace)
+            hash_ids = self._names.of_tokens(admit.token_ids, namespace)
             yield from self._names.take_new()
         has_content = self._names is None
         yield trace.Arrived(

@@ -65,7 +65,7 @@ def _job(
     return Job(
         arrival_s=record.arrival_s - first_s,
         num_prompt_tokens=record.num_prompt_tokens,
-        prompt=partial(_prompt, record, ended.get(0), contents),
+        prompt=partial(_prompt, record, contents),
         outputs=tuple(outputs),
         max_tokens=max_tokens,
         label=record.label,
@@ -75,14 +75,8 @@ def _job(
     )
 
 
-def _prompt(record: trace.Arrived, first: trace.Ended | None, contents: BlockContents) -> Tokens:
-    if record.token_ids is not None:
-        return record.token_ids
-    tokens = array("i", contents.of(record.hash_ids))
-    tail = contents.of(first.hash_ids) if first is not None else []
-    tokens.extend(tail[: record.num_prompt_tokens - len(tokens)])
-    tokens.extend([0] * (record.num_prompt_tokens - len(tokens)))
-    return tokens
+def _prompt(record: trace.Arrived, contents: BlockContents) -> Tokens:
+    return array("i", contents.of(record.hash_ids)) if record.token_ids is None else record.token_ids
 
 
 def _output(record: trace.Arrived, end: trace.Ended, contents: BlockContents, size: int, told: list[int] | None) -> Output:

@@ -5,8 +5,8 @@ to plan. All of that is in the trace, measured durations included: of steps, of 
 core with the trace's configuration plans the same steps, block by block, or something has changed.
 
 Tokens count only in so far as they are alike. Where the trace has none, stand-ins are made from the names of blocks
-(`contents.py`), and an end by a stop token is taken from the trace, as a fact. A sequence whose run ended before it did, and
-left no names behind, gets tokens like nobody else's.
+(`contents.py`), and an end by a stop token is taken from the trace, as a fact. An output that was cut off by a crash left no
+names behind, and gets tokens like nobody else's: near such an end a replay may differ.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Replayed(NamedTuple):
 def config_of(began: trace.Began) -> EngineConfig:
     """The configuration that a trace was recorded under. Raises `ValidationError` for one this version does not know."""
     try:
-        return EngineConfig(**{"model": "recorded", **began.config, "trace_file": None})
+        return EngineConfig(**{"model": "recorded", **began.config, "trace_file": None, "trace_content": False})
     except TypeError as error:
         raise ValidationError(f"the trace's configuration: {error}", field="config") from None
 
@@ -211,18 +211,14 @@ class Replay:
             return record.token_ids
         if not record.seq_id:
             return [0] * record.num_prompt_tokens  # it was refused, and will be
-        whole = self._contents.of(record.hash_ids)
-        return whole + self._tail(record.request_id, 0)[: record.num_prompt_tokens - len(whole)]
+        return self._contents.of(record.hash_ids)
 
     def _tail(self, request_id: int, index: int) -> list[int]:
-        """The tokens of a sequence from its prompt's last whole block on."""
+        """The tokens of a sequence from its prompt's last whole block on; none if it never ended."""
         tail = self._tails.get((request_id, index))
         if tail is None:
             ended = self._ends.get((request_id, index))
-            tail = [] if ended is None else self._contents.of(ended.hash_ids)
-            missing = self._arrived[request_id].num_prompt_tokens % self._size - len(tail)
-            tail += itertools.islice(self._strangers, max(0, missing))
-            self._tails[request_id, index] = tail
+            tail = self._tails[request_id, index] = [] if ended is None else self._contents.of(ended.hash_ids)
         return tail
 
     def _next_token(self, seq_id: SequenceId) -> int:

@@ -73,6 +73,13 @@ def test_a_trace_that_was_tampered_with_shows_the_first_difference_and_fails(run
     assert "num_waiting: recorded 99, replayed" in out
 
 
+def test_a_trace_that_was_cut_off_says_so(run, recorded):
+    recorded.write_bytes(recorded.read_bytes()[:-30])
+    status, out, _ = run(recorded)
+    assert status == 0
+    assert "the trace has no end: the run was cut off" in out
+
+
 def test_a_trace_under_other_policies_stands_beside_what_was_recorded(run, recorded):
     status, out, err = run(recorded, "--policy", "fcfs", "--policy", "static", "--also", "num-device-blocks=60,max-num-seqs=16")
     assert (status, err) == (0, "")
@@ -134,6 +141,16 @@ def test_requests_are_made_up_served_and_written(run, tmp_path):
     path = tmp_path / "written.jsonl"
     assert run(*arguments, "--write", path)[1].startswith(f"{path}: 50 requests")
     assert json.loads(run(path, "--json")[1])["runs"][0]["num_completed"] == 50
+
+
+def test_a_picture_is_drawn_beside_the_table(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.png"
+    status, out, _ = run(
+        "--generate", "bursts", "--requests", "40", "--policy", "fcfs", "--policy", "static", "--plot", picture
+    )
+    assert (status, out.splitlines()[1].split()) == (0, ["fcfs", "static"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_goodput_counts_requests_within_every_objective(run):
