@@ -139,8 +139,6 @@ def checked(config: EngineConfig) -> EngineConfig:
             f"speculative_window {config.speculative_window} is more than half of max_num_batched_tokens {config.token_budget}",
             key="speculative_window",
         )
-    if config.trace_content and config.trace_file is None:
-        raise ConfigError("trace_content is set, but there is no trace_file to put it in", key="trace_content")
     if config.device not in ("auto", "cpu", "cuda", "simulated") and not _is_cuda_index(config.device):
         raise ConfigError(f"device {config.device!r} is not auto, cpu, cuda, cuda:N or simulated", key="device")
     return config
@@ -213,6 +211,8 @@ def pitfalls(config: EngineConfig) -> list[str]:
             f"max_num_batched_tokens {config.token_budget} makes prefill chunks smaller than {MIN_GPU_CHUNK} tokens: "
             "launch overhead dominates on a GPU"
         )
+    if config.trace_content and config.trace_file is None:
+        found.append("trace_content has no effect without a trace_file")
     if config.gpu_memory_utilization > 0.95:
         found.append(
             f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for activations; 0.9 is the default"
