@@ -11,6 +11,8 @@ from repertory import BeamSearchParams
 from repertory.actors.simulation.replay import Replay
 from repertory.protocol import trace as records
 from repertory.protocol.trace_reading import read_trace
+from repertory.radix.copies import CopyJob
+from repertory.radix.node import Node
 from repertory.tests.engine.stage import greedy, last_of, prompt_of
 from repertory.tests.simulation.recording import Recording
 
@@ -43,6 +45,15 @@ def test_under_other_settings_too(tmp_path, settings):
     for seed in range(5):
         Recording(tmp_path / "trace.jsonl", seed, **settings).run(100)
         assert Replay(read_trace(tmp_path / "trace.jsonl")).run().is_same
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_decision_depends_on_where_objects_lie_in_memory(tmp_path, seed, monkeypatch):
+    """A set of objects has the order of their addresses; here addresses are others when the run is replayed."""
+    Recording(tmp_path / "trace.jsonl", seed, preemption_mode="swap").run(200)
+    for kind in (Node, CopyJob):
+        monkeypatch.setattr(kind, "__hash__", lambda self: hash((id(self), 7)))
+    assert Replay(read_trace(tmp_path / "trace.jsonl")).run().is_same
 
 
 def test_random_runs_meet_what_makes_replaying_hard(tmp_path):
