@@ -78,7 +78,7 @@ class _ByLoad:
 
 
 class _NoGroups(SharedGroups):
-    """What rows share matters to a device that reads memory. No decision depends on it, and it takes a quarter of the time."""
+    """What rows share matters to a device that reads memory. No decision depends on it, and finding it can take a third of a run."""
 
     def of(self, decodes: list[Sequence]) -> list[Group]:
         return []
