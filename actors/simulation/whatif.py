@@ -78,7 +78,7 @@ class _ByLoad:
 
 
 class _NoGroups(SharedGroups):
-    """What rows share matters to a device that reads memory. No decision depends on it, and finding it can take a third of a run."""
+    """What rows share matters to a device that reads memory. No decision depends on it, and it can take a third of a run."""
 
     def of(self, decodes: list[Sequence]) -> list[Group]:
         return []
