@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .protocol.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .actors.frontends.engine import Engine as Engine
     from .actors.frontends.llm import LLM as LLM
@@ -78,7 +80,6 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

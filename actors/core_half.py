@@ -16,6 +16,7 @@ import anyio
 from ..protocol.config import EngineConfig
 from .devices.keeper import DeviceKeeper
 from .mailbox import Mailbox
+from .observing.recorder import Recorder
 from .scheduler import Listener, Scheduler, SchedulerInbox
 from .scheduling.core import SchedulerCore
 
@@ -38,7 +39,15 @@ class CoreHalf:
     ) -> None:
         self.keeper = keeper
         self.inbox = inbox
-        self.scheduler = Scheduler(core, inbox=inbox, device=keeper.send, detokenizer=listener, on_culprit=keeper.on_progress)
+        self.recorder = None if core.config.trace_file is None else Recorder(core, core.config)
+        self.scheduler = Scheduler(
+            core,
+            inbox=inbox,
+            device=keeper.send,
+            detokenizer=listener,
+            on_culprit=keeper.on_progress,
+            recorder=self.recorder,
+        )
         self.is_closed = False
         keeper.report_to(inbox.post_nowait)
 
@@ -49,10 +58,14 @@ class CoreHalf:
             actors.start_soon(self.keeper.run)
 
     def close(self) -> None:
-        """Close the inbox."""
+        """Close the inbox, and the trace if there is one."""
+        if self.is_closed:
+            return
         self.is_closed = True
         self.scheduler.close()
         self.inbox.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     # ---- facts ----------------------------------------------------------------------------------
 

@@ -30,8 +30,9 @@ from ..protocol.messages import (
 from .accounts import Accounts, line_of
 from .mailbox import Mailbox
 from .observing.logs import logger
+from .observing.recorder import Recorder
 from .scheduling.core import SchedulerCore
-from .scheduling.reports import Finished, HostHit, Paused, Preempted
+from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
 
 FromFrontend = Admit | Abort | Credit | Resend | Closed
 FromDevice = StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
@@ -62,6 +63,7 @@ class Scheduler:
         device: SendToDevice,
         detokenizer: Listener,
         on_culprit: Callable[[], None],
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
@@ -69,9 +71,12 @@ class Scheduler:
         self._device = device
         self._detokenizer = detokenizer
         self._on_culprit = on_culprit
+        self._recorder = recorder
         self._clock = clock
         self._log = logger("scheduler")
         self.accounts = Accounts(self._write_account)
+        # Taken up at the end of a turn: the account that is closed may be one of its own.
+        self._closings: list[Closed | FrontendLost] = []
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -82,13 +87,16 @@ class Scheduler:
             for message in batch:
                 self._handle(message, now)
             self.send_steps()
-            for output in self.core.take_outputs(now):
+            outputs, reports = self.core.take_outputs(now), self.core.take_reports()
+            if self._recorder is not None:
+                self._recorder.told(outputs, reports, now)
+            for output in outputs:
                 await self._send_on(output)
-            self._write_reports()
+            self._write_down(reports, now)
 
     def close(self) -> None:
         """Write down what is known of requests whose last text was still on its way."""
-        self._write_reports()
+        self._write_down(self.core.take_reports(), self._clock())
         self.accounts.close()
 
     def send_steps(self) -> None:
@@ -101,9 +109,12 @@ class Scheduler:
             if step is not None:
                 self._device(step, self.core.predicted_s(step))
             self._send_copies(after)
+            plan_s = self._clock() - began
+            if self._recorder is not None:
+                self._recorder.planned(began, step, [*before, *after], plan_s)
             if step is None:
                 return
-            self.core.pacer.on_planned(self._clock() - began)
+            self.core.pacer.on_planned(plan_s)
             self._log.debug(
                 "scheduler.step",
                 step_id=step.step_id,
@@ -114,6 +125,18 @@ class Scheduler:
                 num_preempted=len(self.core.queues.recovery),
                 num_free_blocks=self.core.cache.pool.num_free,
             )
+
+    def reset_cache(self) -> None:
+        """Forget every cached prefix that nobody holds."""
+        self.core.on_reset()
+        if self._recorder is not None:
+            self._recorder.was_reset()
+
+    def drain(self) -> None:
+        """Take no new requests from here on."""
+        self.core.draining = True
+        if self._recorder is not None:
+            self._recorder.was_drained()
 
     def _send_copies(self, copies: Iterable[CopyBlocks]) -> None:
         for copy in copies:
@@ -137,14 +160,12 @@ class Scheduler:
                 self.core.on_credit(message)
             case Closed():
                 self.core.on_closed(message)
-                self._write_reports()  # one of them may be the account that is closed
-                self.accounts.on_closed(message, now)
+                self._closings.append(message)
             case Resend():
                 self.core.on_resend(message, now)
             case FrontendLost():
                 self.core.on_frontend_lost(message, now)
-                self._write_reports()
-                self.accounts.on_frontend_lost(message.incarnation)
+                self._closings.append(message)
             case DeviceShared():
                 self.core.on_device_shared(message)
             case DeviceLost():
@@ -152,6 +173,8 @@ class Scheduler:
                     self._on_culprit()
             case DeviceReady():
                 self.core.on_device_ready(message)
+        if self._recorder is not None:
+            self._recorder.received(message, now)
 
     def _admit(self, message: Admit, now: float) -> None:
         try:
@@ -172,12 +195,18 @@ class Scheduler:
             )
         await self._detokenizer.post(output)
 
-    def _write_reports(self) -> None:
-        for report in self.core.take_reports():
+    def _write_down(self, reports: Iterable[Report], now: float) -> None:
+        for report in reports:
             if isinstance(report, Finished):
                 self.accounts.keep(report)
             else:
-                self._write_down(report)
+                self._write_report(report)
+        closings, self._closings = self._closings, []
+        for closing in closings:
+            if isinstance(closing, Closed):
+                self.accounts.on_closed(closing, now)
+            else:
+                self.accounts.on_frontend_lost(closing.incarnation)
 
     def _write_account(self, account: Finished) -> None:
         if account.problem is not None:
@@ -185,7 +214,7 @@ class Scheduler:
             self._log.error("request.failed", request_id=request_id, label=account.label, reason=account.problem.message)
         self._log.info("request.finished", **line_of(account))
 
-    def _write_down(self, report: Preempted | HostHit | Paused) -> None:
+    def _write_report(self, report: Preempted | HostHit | Paused) -> None:
         fields = msgspec.structs.asdict(report)
         fields["request_id"] = show_request_id(report.request_id)
         match report:

@@ -101,6 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: Annotated[LogFormat, Meta(description="auto: console on a terminal, JSON otherwise")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe event that is logged")] = "info"
     trace_file: Annotated[str | None, Meta(description="where the run's trace goes")] = None
+    trace_content: Annotated[bool, Meta(description="put token ids into the trace, from which texts can be read")] = False
 
     @property
     def is_cuda(self) -> bool:
@@ -210,6 +211,8 @@ def pitfalls(config: EngineConfig) -> list[str]:
             f"max_num_batched_tokens {config.token_budget} makes prefill chunks smaller than {MIN_GPU_CHUNK} tokens: "
             "launch overhead dominates on a GPU"
         )
+    if config.trace_content and config.trace_file is None:
+        found.append("trace_content has no effect without a trace_file")
     if config.gpu_memory_utilization > 0.95:
         found.append(
             f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for activations; 0.9 is the default"

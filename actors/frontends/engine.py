@@ -149,7 +149,7 @@ class Engine(EngineFace):
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running request holds."""
-        self._running().scheduler.core.on_reset()
+        self._running().scheduler.reset_cache()
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError` unless the engine serves."""
@@ -161,7 +161,7 @@ class Engine(EngineFace):
         Raises `EngineDeadError` when the engine stops meanwhile.
         """
         company = self._running()
-        company.scheduler.core.draining = True
+        company.scheduler.drain()
         settled = await company.settle(float("inf") if timeout_s is None else timeout_s)
         self._running()
         return settled

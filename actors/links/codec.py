@@ -5,14 +5,13 @@ A frame is decoded as plain data against a fixed schema; what does not fit is an
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import msgspec
 
 from ...protocol.link import Answer, Beat, Dismissed, Goodbye, Hello, Question, Welcome
 from ...protocol.messages import Abort, Admit, Closed, Columns, Credit, Refused, Resend, TokensSampled
+from ...protocol.version import __version__
 
-VERSION = metadata.version("repertory")
+VERSION = __version__
 """Messages have no versions of their own: both ends of a link are the same release."""
 
 ToCore = Hello | Beat | Goodbye | Question | Admit | Abort | Credit | Resend | Closed

@@ -103,6 +103,8 @@ class Planner:
 
     def running_suspect(self) -> Sequence | None:
         """The suspect that runs, and so must run alone."""
+        if not self.suspects:
+            return None  # asked several times a step, and nearly always so
         return next((seq for seq in self.suspects.values() if seq.state is State.RUNNING), None)
 
     def _suspects_first(self, candidate: Sequence | None) -> Sequence | None:

@@ -86,6 +86,7 @@ def test_a_small_chunk_is_a_pitfall_on_a_gpu_only():
     assert "512" in pitfalls(EngineConfig(model="m", device="cuda:1", max_num_batched_tokens=511))[0]
     assert pitfalls(EngineConfig(model="m", device="cuda", max_num_batched_tokens=512)) == []
     assert pitfalls(EngineConfig(model="m", device="cpu", max_num_batched_tokens=64)) == []
+    assert "no effect" in pitfalls(EngineConfig(model="m", trace_content=True))[0]
     assert pitfalls(EngineConfig(model="m", device="cuda", max_num_batched_tokens=64, enable_chunked_prefill=False)) == []
 
 

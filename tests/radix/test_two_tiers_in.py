@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repertory.protocol.ids import SequenceId
+from repertory.radix.node import Node
 
 from .two_tiers import A, B, C, TwoTiers, on_host, swapped
 
@@ -375,3 +376,25 @@ def test_private_blocks_given_back_are_fenced_by_the_last_step_that_was_sent() -
     assert tiers.cache.pool.last_step[read_only] < sent
     tiers.release(seq)
     assert tiers.cache.pool.fences([read_only]).step == sent
+
+
+def test_what_a_cancelled_fetch_gives_back_is_in_the_same_order_wherever_its_runs_lie_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recorded run is replayed in another process, where a set of the same runs has another order."""
+
+    def handed_out_next(salt: int) -> list[int]:
+        monkeypatch.setattr(Node, "__hash__", lambda self: hash((id(self), salt)))
+        tiers = TwoTiers(16, 16)
+        on_host(tiers, A)
+        sequences = [tiers.open([*A[:end], end]) for end in (8, 6, 4, 2)]
+        for seq in sequences:
+            assert tiers.admit(seq) is not None
+        tiers.send()
+        for seq in sequences:
+            tiers.cache.release(seq.holding)
+        assert tiers.cache.cancel_unwanted()
+        tiers.copy()
+        return [int(block) for block in tiers.cache.pool.take(16)]
+
+    assert len({tuple(handed_out_next(salt)) for salt in range(10)}) == 1
