@@ -57,7 +57,7 @@ from .gate import Gate
 from .limits import check_fits, longest_sequence
 from .pacing import Pacer
 from .planning import Planner
-from .policies import load_policy
+from .policies import ChoosesNext, CountsWork, WatchesTree, load_policy
 from .pressure import Pressure
 from .queues import Queues
 from .reports import Report
@@ -79,8 +79,10 @@ class SchedulerCore:
         self.capacity = capacity
         self.epoch = epoch
         self.policy = load_policy(config.scheduling_policy)
+        self._work_counter = self.policy if isinstance(self.policy, CountsWork) else None
         self.cache = self._new_cache()
         self.queues = Queues()
+        self.queues.chooser = self.policy if isinstance(self.policy, ChoosesNext) else None
         self.gate = Gate(config, self.policy)
         self.pacer = Pacer()
         self.pressure = Pressure(config, capacity, self.cache, self.pacer.model)
@@ -225,6 +227,7 @@ class SchedulerCore:
         """The draft is a step in flight from here on."""
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
+        draft.predicted_s = self.pacer.model.predict(draft.load)
         self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
         return draft.message(released, self.cache.end_step())
@@ -250,10 +253,10 @@ class SchedulerCore:
             return False
         return not self._steps or self.planner.running_suspect() is None  # alone means alone
 
-    def predicted_s(self, step: RunStep) -> float | None:
-        """How long a step in flight should take."""
+    def predicted_s(self, step: RunStep | StepDone) -> float | None:
+        """How long a step in flight should take, as it was predicted when it was sent."""
         draft = self._steps.get(step.step_id)
-        return None if draft is None else self.pacer.model.predict(draft.load)
+        return None if draft is None else draft.predicted_s
 
     def predicted_copy_s(self, copy: CopyBlocks) -> float:
         """How long a copy should take once it can begin."""
@@ -292,6 +295,8 @@ class SchedulerCore:
         if message.epoch != self.epoch or not self.device_is_ready:
             return
         draft = self._steps.pop(message.step_id)
+        if self._work_counter is not None:
+            self._work_counter.on_computed(draft.rows, draft.num_tokens, draft.num_decodes)
         self.pacer.on_done(message.seconds, now)
         self.pressure.on_step_done(message.waited_s)
         if draft.num_prefills:
@@ -429,12 +434,15 @@ class SchedulerCore:
             seq.counts_hits = seq.counts_hits or counts_hits
 
     def _new_cache(self) -> KVCache:
-        return KVCache(
+        cache = KVCache(
             self.capacity.num_device_blocks,
             self.capacity.block_size,
             num_host_blocks=self.capacity.num_host_blocks,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
+        if isinstance(self.policy, WatchesTree):
+            self.policy.watch(cache.tree)
+        return cache
 
     # ---- ends -----------------------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ class Planner:
 
     def _make_way(self, draft: Draft, now: float) -> None:
         """Preempt lower classes for the next candidate, but only if it can come in then."""
-        running, seq = self.queues.running, self.queues.candidate()
-        if seq is None or not running or running[-1].rank[0] <= seq.rank[0]:
+        running, seq = self.queues.running, self.queues.first_by_rank()
+        if seq is None or not running or running[-1].rank[0] <= seq.priority_class:
             return
         if seq.in_flight or seq.is_out_of_credit or (seq.state is State.WAITING and not self._may_join(now)):
             return
@@ -127,7 +127,7 @@ class Planner:
         for victim in reversed(running):
             if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
                 break
-            if victim.rank[0] <= seq.rank[0]:
+            if victim.rank[0] <= seq.priority_class:
                 return
             if self._may_be_preempted(victim):
                 victims.append(victim)
@@ -135,6 +135,7 @@ class Planner:
                 growth -= self.reserve.growth([victim])
                 num_slots += not victim.is_ending
         if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
+            draft.way_was_made_for = seq
             for victim in victims:
                 self.preempt(draft, victim)
 
@@ -238,7 +239,9 @@ class Planner:
         growth: int | None = None  # counted once a step, and only when somebody asks
         # Whoever's last token is in flight has no row any more: its slot is free for this step already.
         while len(queues.running) + len(queues.fetching) - draft.num_ending < limit:
-            seq = self._suspects_first(queues.candidate())
+            # Whoever others were preempted for is next, whatever the policy thinks of those who wait for a free slot.
+            favoured, draft.way_was_made_for = draft.way_was_made_for, None
+            seq = self._suspects_first(favoured or queues.candidate())
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return
             if seq.is_out_of_credit:

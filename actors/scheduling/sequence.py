@@ -36,7 +36,8 @@ class State(Enum):
 
 
 class Sequence:
-    """State of one sequence in the scheduler. `rank` is its place in the policy's order, fixed at arrival.
+    """State of one sequence in the scheduler. `rank` is its place in the policy's order, fixed at arrival; a policy that
+    ages may raise it as it is admitted. `priority_class` is the one it came with: nobody preempts more by being aged.
 
     A request has `n` of them. `index` is its number among these, and `leader` the first, whose prompt is its own too.
     The first has none, unless its request follows another: then it is that one's.
@@ -69,6 +70,7 @@ class Sequence:
         "num_prompt_tokens",
         "paused_s",
         "prefill_end",
+        "priority_class",
         "queued_s",
         "rank",
         "request_id",
@@ -102,6 +104,7 @@ class Sequence:
         self.stop_ids = frozenset(admit.stop_token_ids)
         self.max_length = max_length
         self.rank = rank
+        self.priority_class = rank[0]
         self.state = State.WAITING
         self.length = self.num_prompt_tokens
         self.prefill_end = self.num_prompt_tokens  # tokens known when it was last admitted
