@@ -54,6 +54,7 @@ from ...radix.cache import KVCache
 from .cost import Decision
 from .draft import Draft
 from .gate import Gate
+from .latency_target import LatencyTarget
 from .limits import check_fits, longest_sequence
 from .pacing import Pacer
 from .planning import Planner
@@ -94,6 +95,7 @@ class SchedulerCore:
             queues=self.queues,
             gate=self.gate,
             pressure=self.pressure,
+            latency=LatencyTarget(config.target_itl_s, self.pacer.model),
             on_preempt=self._on_preempt,
             on_pause=self._on_pause,
             on_host_hit=self.telling.host_hit,
@@ -255,7 +257,7 @@ class SchedulerCore:
 
     def predicted_s(self, step: RunStep | StepDone) -> float | None:
         """How long a step in flight should take, as it was predicted when it was sent."""
-        draft = self._steps.get(step.step_id)
+        draft = self._steps.get(step.step_id) if step.epoch == self.epoch else None
         return None if draft is None else draft.predicted_s
 
     def predicted_copy_s(self, copy: CopyBlocks) -> float:

@@ -40,6 +40,7 @@ from ...radix.tokens import common_tokens
 from .cost import Choice, Decision, per_block
 from .draft import Draft
 from .gate import Gate
+from .latency_target import LatencyTarget
 from .pressure import Pressure
 from .queues import Queues
 from .reserve import Reserve
@@ -64,6 +65,7 @@ class Planner:
         queues: Queues,
         gate: Gate,
         pressure: Pressure,
+        latency: LatencyTarget,
         on_preempt: Callable[[Sequence, int, Decision], None],
         on_pause: Callable[[Sequence], None],
         on_host_hit: Callable[[Sequence, Choice], None],
@@ -75,6 +77,7 @@ class Planner:
         self.reserve = Reserve(cache.block_size)
         self.suspects: dict[SequenceId, Sequence] = {}
         self.pressure = pressure
+        self.latency = latency
         self._on_preempt = on_preempt
         self._on_host_hit = on_host_hit
         self._on_pause = on_pause
@@ -318,7 +321,7 @@ class Planner:
         if not prefills:
             return
         first, others = prefills[0], prefills[1:]
-        half = budget
+        half = budget = self.latency.most_tokens(draft, first, budget)
         if others:
             half = budget // 2 + (budget % 2 if self._odd_to_first else 0)
             self._odd_to_first = not self._odd_to_first
@@ -343,9 +346,10 @@ class Planner:
             return self._chunk(draft, first, left) if self._takes_more(draft) else 0
         if not first.is_prefilling or not self.cache.is_alone(first.holding, first.log, first.num_computed):
             return 0
-        count = min(left, first.num_remaining)
-        self._enter(first, first.num_computed, count)
-        draft.extend_chunk(first, count)
+        count = self.latency.most_tokens(draft, first, min(left, first.num_remaining))
+        if count:
+            self._enter(first, first.num_computed, count)
+            draft.extend_chunk(first, count)
         return count
 
     def _follows(self, seq: Sequence, first: Sequence | None) -> bool:
@@ -376,7 +380,7 @@ class Planner:
 
     def _chunk(self, draft: Draft, seq: Sequence, allowance: int) -> int:
         """Plan up to `allowance` tokens of `seq` and return how many, or put it with those that may wait."""
-        if allowance == 0:
+        if allowance == 0 or not self.latency.most_tokens(draft, seq, 1):
             return 0
         advance = self._look_up(draft, seq)
         if advance.must_wait or self._follows(seq, draft.first_prefill):
@@ -385,7 +389,8 @@ class Planner:
             seq.waited_for = seq.holding.num_tree_blocks  # once for each block: steady traffic must not hold it back
             draft.may_wait.append(seq)
             return 0
-        return self._compute(draft, seq, min(allowance, seq.num_remaining))
+        count = self.latency.most_tokens(draft, seq, min(allowance, seq.num_remaining))
+        return self._compute(draft, seq, max(1, count))  # it found more, and may have come a token's time too far by it
 
     def _look_up(self, draft: Draft, seq: Sequence) -> Advance:
         """Take what others have entered meanwhile."""

@@ -1,0 +1,46 @@
+"""How much of a prompt a step may compute beside decodes, so that these keep to `target_itl_ms`.
+
+Every decode gets its token in every step, so a step's duration is everybody's gap between two tokens. With a target, a
+chunk is the largest with which the step, as the fitted model predicts it (`step_time.py`), stays under it. It is never
+less than one token, lest prompts starve where decodes alone take longer than the target; and `max_num_batched_tokens` still
+limits it. Steps without decodes make nobody wait between tokens, and are not limited. Nor is anything before the model
+has seen enough to predict.
+
+A step must stay under the target less what predictions are usually wrong by: a target is missed by every step that is only a
+little longer than was thought, and half of them are.
+"""
+
+from __future__ import annotations
+
+from .draft import Draft
+from .sequence import Sequence
+from .step_time import Load, StepTimeModel, attended
+
+
+class LatencyTarget:
+    """Limits chunks. `target_s` is the time between two tokens that decodes should see; None: there is no limit."""
+
+    def __init__(self, target_s: float | None, model: StepTimeModel) -> None:
+        self.target_s = target_s
+        self.model = model
+
+    def most_tokens(self, draft: Draft, seq: Sequence, most: int) -> int:
+        """Up to `most` tokens of `seq` that `draft` has time for; one at least if it has no prefill yet."""
+        if self.target_s is None or draft.num_decodes == 0:
+            return most
+        load, is_new = draft.load, seq not in draft.rows
+        if self._fits(load, seq.num_computed, most, is_new=is_new):
+            return most
+        low, high = 0 if draft.num_prefills else 1, most  # `low` fits, or is the least; `high` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(load, seq.num_computed, middle, is_new=is_new):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _fits(self, load: Load, start: int, count: int, *, is_new: bool) -> bool:
+        tokens, pairs, rows = load
+        predicted_s = self.model.predict(Load(tokens + count, pairs + attended(start, count), rows + is_new))
+        return predicted_s is None or self.target_s is None or predicted_s + self.model.error_s <= self.target_s
