@@ -6,8 +6,9 @@ less than one token, lest prompts starve where decodes alone take longer than th
 limits it. Steps without decodes make nobody wait between tokens, and are not limited. Nor is anything before the model
 has seen enough to predict.
 
-A step must stay under the target less what predictions are usually wrong by: a target is missed by every step that is only a
-little longer than was thought, and half of them are.
+A step must stay under the target less what predictions are usually wrong by, up to `MOST_MARGIN` of it: a target is missed by
+every step that is only a little longer than was thought, and half of them are. More would only starve prompts: where steps
+vary by more than that, no chunk holds the target.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from __future__ import annotations
 from .draft import Draft
 from .sequence import Sequence
 from .step_time import Load, StepTimeModel, attended
+
+MOST_MARGIN = 0.1
+"""Of the target."""
 
 
 class LatencyTarget:
@@ -43,4 +47,6 @@ class LatencyTarget:
     def _fits(self, load: Load, start: int, count: int, *, is_new: bool) -> bool:
         tokens, pairs, rows = load
         predicted_s = self.model.predict(Load(tokens + count, pairs + attended(start, count), rows + is_new))
-        return predicted_s is None or self.target_s is None or predicted_s + self.model.error_s <= self.target_s
+        if predicted_s is None or self.target_s is None:
+            return True
+        return predicted_s + min(self.model.error_s, MOST_MARGIN * self.target_s) <= self.target_s
