@@ -301,6 +301,7 @@ class SchedulerCore:
             self._work_counter.on_computed(draft.rows, draft.num_tokens, draft.num_decodes)
         self.pacer.on_done(message.seconds, now)
         self.pressure.on_step_done(message.waited_s)
+        self.planner.latency.on_step_done(draft, message.seconds)
         if draft.num_prefills:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):

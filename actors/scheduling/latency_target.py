@@ -9,6 +9,11 @@ has seen enough to predict.
 A step must stay under the target less what predictions are usually wrong by, up to `MOST_MARGIN` of it: a target is missed by
 every step that is only a little longer than was thought, and half of them are. More would only starve prompts: where steps
 vary by more than that, no chunk holds the target.
+
+The model learns from the steps that it makes the controller choose. If it believes a token to cost far too much (a
+neighbour took the processor for a while), chunks of one token never show it that it is wrong. So truth has a say as well: a
+step that leaves more than `UNUSED` of the target over lets the next chunk be a quarter larger, whatever is predicted, until
+a step exceeds the target.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from .step_time import Load, StepTimeModel, attended
 
 MOST_MARGIN = 0.1
 """Of the target."""
+UNUSED = 0.25
+"""Of the target. More than the margin and the usual noise."""
 
 
 class LatencyTarget:
@@ -27,6 +34,7 @@ class LatencyTarget:
     def __init__(self, target_s: float | None, model: StepTimeModel) -> None:
         self.target_s = target_s
         self.model = model
+        self._floor = 1  # tokens that a step had time for by what the last ones took, if more than was predicted
 
     def most_tokens(self, draft: Draft, seq: Sequence, most: int) -> int:
         """Up to `most` tokens of `seq` that `draft` has time for; one at least if it has no prefill yet."""
@@ -35,14 +43,24 @@ class LatencyTarget:
         load, is_new = draft.load, seq not in draft.rows
         if self._fits(load, seq.num_computed, most, is_new=is_new):
             return most
-        low, high = 0 if draft.num_prefills else 1, most  # `low` fits, or is the least; `high` does not
+        draft.was_cut = True
+        low, high = 0, most  # `low` fits, `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             if self._fits(load, seq.num_computed, middle, is_new=is_new):
                 low = middle
             else:
                 high = middle
-        return low
+        return min(most, max(low, self._floor - draft.num_prefill_tokens))
+
+    def on_step_done(self, draft: Draft, seconds: float) -> None:
+        """A step took so long: whether chunks may be larger than is predicted."""
+        if self.target_s is None or not draft.num_decodes or not draft.num_prefill_tokens:
+            return
+        if seconds > self.target_s:
+            self._floor = 1
+        elif draft.was_cut and seconds < (1 - UNUSED) * self.target_s:
+            self._floor = draft.num_prefill_tokens + max(1, draft.num_prefill_tokens // 4)
 
     def _fits(self, load: Load, start: int, count: int, *, is_new: bool) -> bool:
         tokens, pairs, rows = load

@@ -60,6 +60,7 @@ class StepTimeModel:
         self._best_step_s = math.inf
         self._has_prefilled = False
         self._held_back: tuple[Load, float] | None = None
+        self._was_surprised = False
         self.error_s = 0.0
 
     def predict(self, load: Load) -> float | None:
@@ -98,8 +99,9 @@ class StepTimeModel:
             and seconds > SURPRISE * max(predicted, self._best_step_s)
             and (self._has_prefilled or not load.num_prefill_tokens)  # else nothing was known of such a load
         )
+        was_surprised, self._was_surprised = self._was_surprised, is_surprise
         held_back, self._held_back = self._held_back, None
-        if is_surprise and held_back is None:
+        if is_surprise and not was_surprised:
             self._held_back = load, seconds
             return
         if is_surprise and held_back is not None:
