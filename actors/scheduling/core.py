@@ -143,6 +143,8 @@ class SchedulerCore:
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
         queues = self.queues
+        if queues.num_waiting_requests < self.config.max_num_queued:
+            return
         num_begun = sum(not seq.is_ending for seq in queues.running) + len(queues.recovery) + len(queues.fetching)
         num_free = max(0, self.config.running_limit - num_begun)
         if queues.num_waiting_requests - num_free >= self.config.max_num_queued:

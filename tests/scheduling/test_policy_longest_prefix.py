@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from repertory.actors.scheduling import waiting_prefixes
 from repertory.actors.scheduling.ageing import MOST_PASSED
 from repertory.actors.scheduling.policies.longest_prefix import Policy
 from repertory.actors.scheduling.sequence import Sequence, State
@@ -18,6 +19,12 @@ from .lossy import LossyWorld
 from .world import World
 
 BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that changes is taken in at once, so that what is kept up is exact. One test has a limit."""
+    monkeypatch.setattr(waiting_prefixes, "MOST_PLACED", 10**9)
 
 
 class WatchedWorld(LossyWorld):
@@ -77,7 +84,7 @@ def nothing_is_left(world: World) -> None:
     """The policy remembers nobody, and no node of the tree."""
     prefixes = policy_of(world).prefixes
     prefixes.longest()
-    assert not prefixes._waiting and not prefixes._computing and not prefixes._places
+    assert not prefixes._waiting and not prefixes._computing and not prefixes._places and not prefixes._unplaced
     assert not len(policy_of(world)._ageing)
 
 
@@ -260,6 +267,24 @@ def test_a_prompt_within_another_is_its_twin_too() -> None:
         world.step()
         assert world.running() == [first] and world.waiting() == [twin]
         world.run()
+
+
+def test_of_many_twins_a_step_takes_in_a_few_and_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_prefixes, "MOST_PLACED", 3)
+    world = World(scheduling_policy="longest-prefix", max_num_seqs=2, block_size=BLOCK, blocks=2000, max_num_batched_tokens=16)
+    stem = [40 + number for number in range(60)]
+    requests = [world.submit([*stem, 1 + number], max_tokens=2) for number in range(60)]
+    other = world.submit([900] * 9, max_tokens=2)
+    prefixes = policy_of(world).prefixes
+    most_unplaced = 0
+    while world.core.num_live:
+        assert world.step() is not None or world.in_flight or not world.core.num_live
+        most_unplaced = max(most_unplaced, len(prefixes._unplaced))
+    assert most_unplaced > 20, "nothing was left for later: nothing was tested"
+    assert list(world.ends).index(other) <= 3, "it does not wait for the twins"
+    assert set(world.ends) == {*requests, other}
+    assert world.device.num_computed_tokens < len(stem) + 9 + 61 * (1 + 2 + BLOCK)
+    nothing_is_left(world)
 
 
 # ---- ageing ---------------------------------------------------------------------------------------

@@ -111,16 +111,14 @@ class Policy:
 
     def on_computed(self, rows: Items[Sequence], num_tokens: Items[int], num_decodes: int) -> None:
         """Each tenant is charged for its rows, whether or not anybody wants their tokens any more."""
-        touched: dict[Tenant, None] = {}
-        for index, (seq, count) in enumerate(zip(rows, num_tokens, strict=True)):
-            tenant = seq.admit.tenant
-            touched[tenant] = None
-            if index < num_decodes:
-                self.served[tenant] += DECODE_COST * count
-            else:
-                self.served[tenant] += PREFILL_COST * count
-                self._pay(seq, PREFILL_COST * count)
-        for tenant in touched:
+        costs = Counter(seq.admit.tenant for seq in rows[:num_decodes])  # of a token each
+        for tenant in costs:
+            costs[tenant] *= DECODE_COST
+        for seq, count in zip(rows[num_decodes:], num_tokens[num_decodes:], strict=True):
+            costs[seq.admit.tenant] += PREFILL_COST * count
+            self._pay(seq, PREFILL_COST * count)
+        for tenant, cost in costs.items():
+            self.served[tenant] += cost
             self._offer(tenant)
         if len(self.served) > 2 * MOST_IDLE + len(self._num_waiting):
             self._forgive()
