@@ -48,10 +48,10 @@ class Ageing:
         was_due = self.due() is seq
         self.remove(seq)
         oldest = self._oldest()
-        if was_due or oldest is None:
+        if was_due:
             self._num_passed = 0
-        elif oldest.seq_id < seq.seq_id:
-            self._num_passed += 1
+        elif oldest is not None and oldest.seq_id < seq.seq_id:
+            self._num_passed += 1  # also if the oldest runs in between: it may be preempted by each that passes it
         return was_due
 
     def due(self) -> Sequence | None:

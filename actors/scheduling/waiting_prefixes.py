@@ -32,7 +32,7 @@ from ...radix.node import Node, Root
 from ...radix.tree import PrefixTree
 from .sequence import Sequence, State
 
-MOST_PLACED = 32
+MOST_PLACED = 24
 """Members placed again in a step; more only if else nobody could be offered and nobody computes either."""
 LEAST_STALE = 64
 """Heap entries beyond four for each that waits, before the heap is made anew."""
