@@ -132,11 +132,15 @@ class WaitingPrefixes:
             self._settle(member)
 
     def _top(self) -> Sequence | None:
+        num_stale = 0
         while self._heap:
             depth, seq_id = self._heap[0]
             if (place := self._place_of(seq_id)) is not None and place.depth == -depth:
                 return self._waiting[seq_id].seq
             heappop(self._heap)
+            num_stale += 1
+            if num_stale == LEAST_STALE:
+                self._make_heap()  # many have moved at once: cheaper than to pop them one by one
         return None
 
     def _place_of(self, seq_id: SequenceId) -> _Place | None:
@@ -222,9 +226,12 @@ class WaitingPrefixes:
     def _offer(self, member: _Member, depth: int) -> None:
         heappush(self._heap, (-depth, member.seq.seq_id))
         if len(self._heap) > 4 * len(self._waiting) + LEAST_STALE:
-            placed = [(self._place_of(seq_id), seq_id) for seq_id in self._waiting]
-            self._heap = [(-place.depth, seq_id) for place, seq_id in placed if place is not None]
-            heapify(self._heap)
+            self._make_heap()
+
+    def _make_heap(self) -> None:
+        ids = self._waiting.keys() - self._unplaced.keys()
+        self._heap = [(-place.depth, seq_id) for seq_id in ids if (place := self._waiting[seq_id].place) is not None]
+        heapify(self._heap)
 
     # ---- twins ----------------------------------------------------------------------------------
 

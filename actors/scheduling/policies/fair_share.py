@@ -1,15 +1,15 @@
 """The tenant that has been served least comes first: a virtual token counter for each.
 
-After Sheng et al., Fairness in Serving Large Language Models (OSDI 2024; 2401.00588), algorithm 2. A tenant's counter
+After Sheng et al., Fairness in Serving Large Language Models (OSDI 2024; 2401.00588). A tenant's counter
 grows by what was really computed for it: a token of a prompt or of a resumption costs 1, a decoded one 2; what the cache
 held costs nothing. The tenant with the smallest counter is next, its requests by arrival. One that comes back with nothing
 waiting is lifted to the smallest counter of those that wait (if none does, of the last that did), so that idleness saves
 nothing up. Requests without a tenant are one tenant.
 
 A sequence's prompt is booked as *owed* when it is admitted, lest one tenant fill all slots before its first token
-counts, and turned into what was computed step by step. Bound, from theorem 4.4: while two tenants wait, the service one has
-had and the other has not is at most 2 x max(the longest prompt, 2 x the tokens of all that runs at once). Nobody starves: a
-counter that does not move becomes the smallest.
+counts, and turned into what was computed step by step. Bound, as there: while two tenants wait, the service one has had and
+the other has not is at most 2 x max(the longest prompt, 2 x the tokens of all that runs at once). Nobody starves: a counter
+that does not move becomes the smallest.
 """
 
 from __future__ import annotations
