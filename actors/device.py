@@ -18,7 +18,6 @@ def check_buildable(config: EngineConfig) -> None:
     if config.is_cuda:
         raise ConfigError("device: cuda is not supported by this version (auto, cpu and simulated are)", key="device")
     for key, default in (
-        ("target_itl_ms", None),
         ("quantization", None),
         ("kv_cache_dtype", "auto"),
         ("speculative_window", 0),

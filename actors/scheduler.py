@@ -149,7 +149,9 @@ class Scheduler:
     def _handle(self, message: SchedulerInbox, now: float) -> None:
         match message:
             case StepDone():
+                predicted_s = self.core.predicted_s(message)
                 self.core.on_step_done(message, now)
+                self._log.debug("scheduler.step_done", step_id=message.step_id, predicted_s=predicted_s, step_s=message.seconds)
             case CopyDone():
                 self.core.on_copy_done(message)
             case Admit():

@@ -74,13 +74,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_chunked_prefill: Annotated[bool, Meta(description="split long prompts over several steps")] = True
     enable_prefix_caching: Annotated[bool, Meta(description="share the KV of common prefixes between requests")] = True
     max_prefill_batch_size: Annotated[Positive | None, Meta(description="prefills in one step at most")] = None
-    scheduling_policy: Annotated[str, Meta(description="order of requests: fcfs, static, or an installed policy")] = "fcfs"
+    scheduling_policy: Annotated[
+        str, Meta(description="order of requests: fcfs, priority, longest-prefix, fair-share, static, or an installed policy")
+    ] = "fcfs"
     scheduling_delay_s: Annotated[float, Meta(description="longest wait to gather a batch, in seconds", ge=0)] = 0.0
     scheduling_delay_factor: Annotated[
         float, Meta(description="the same, as a multiple of the last prefill step's duration", ge=0)
     ] = 0.0
     preemption_mode: Annotated[PreemptionMode, Meta(description="what to do when KV memory runs out")] = "auto"
-    target_itl_ms: Annotated[PositiveFloat | None, Meta(description="inter-token latency the token budget follows")] = None
+    target_itl_ms: Annotated[
+        PositiveFloat | None,
+        Meta(description="gap between tokens to keep to: prompts get what time is left beside decodes (needs chunked prefill)"),
+    ] = None
     attention_backend: Annotated[str, Meta(description="attention implementation, or auto")] = "auto"
     max_steps_in_flight: Annotated[int, Meta(description="steps planned ahead; 1 switches overlap off", ge=1, le=2)] = 2
     credit_window: Annotated[int, Meta(description="output tokens a slow reader may fall behind", ge=1)] = 1024
@@ -119,6 +124,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.max_num_seqs or (256 if self.is_cuda else 64)
 
     @property
+    def target_itl_s(self) -> float | None:
+        """`target_itl_ms` in seconds."""
+        return None if self.target_itl_ms is None else self.target_itl_ms / 1e3
+
+    @property
     def compute_threads(self) -> int:
         """`num_threads`, or all cores but one: a core left over keeps the event loop off the kernels' back."""
         return self.num_threads or max(1, (os.cpu_count() or 1) - 1)
@@ -138,6 +148,11 @@ def checked(config: EngineConfig) -> EngineConfig:
         raise ConfigError(
             f"speculative_window {config.speculative_window} is more than half of max_num_batched_tokens {config.token_budget}",
             key="speculative_window",
+        )
+    if config.target_itl_ms is not None and not config.enable_chunked_prefill:
+        raise ConfigError(
+            f"target_itl_ms {config.target_itl_ms:g} needs enable_chunked_prefill: a prompt computed whole keeps to no target",
+            key="target_itl_ms",
         )
     if config.device not in ("auto", "cpu", "cuda", "simulated") and not _is_cuda_index(config.device):
         raise ConfigError(f"device {config.device!r} is not auto, cpu, cuda, cuda:N or simulated", key="device")

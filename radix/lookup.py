@@ -125,9 +125,11 @@ class Lookup:
             node = node.parent
         return Beyond(node, depth, jobs, num_moving, num_host)
 
-    def deepest(self, node: Node, log: TokenLog) -> tuple[Node, int]:
-        """The last node on the path that `log` names below `node`, and the path's length in blocks, on whichever tier."""
-        limit = len(log)
+    def deepest(self, node: Node, log: TokenLog, limit: int | None = None) -> tuple[Node, int]:
+        """The last node on the path that `log` (its first `limit` tokens) names below `node`, and the path's length in
+        blocks, on whichever tier.
+        """
+        limit = len(log) if limit is None else limit
         depth = node.end
         while (child := self.child_at(node, log, limit)) is not None:
             common = self.num_equal(child, log, limit)
@@ -152,6 +154,10 @@ class Lookup:
     def num_equal(self, child: Node, log: TokenLog, limit: int) -> int:
         """How many leading blocks of `child` are those of `log` in their place, up to `limit` tokens; the first is."""
         return self._equal_blocks(child.tokens, log.buffer, child.start * self.width, limit * TOKEN_BYTES)
+
+    def num_common(self, left: TokenLog, right: TokenLog, limit: int) -> int:
+        """How many leading blocks two logs share within `limit` tokens; they share the first."""
+        return self._equal_blocks(left.buffer, right.buffer, 0, limit * TOKEN_BYTES)
 
     def _equal_blocks(self, run: bytearray, buffer: bytearray, position: int, stop: int) -> int:
         """How many leading blocks of `run` stand at `position` of `buffer` before `stop`; the first does."""

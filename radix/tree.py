@@ -45,6 +45,7 @@ from .lookup import Lookup, Match
 from .node import Node, Root
 from .pool import BlockPool
 from .ring import Ring
+from .watching import TreeWatcher
 
 if TYPE_CHECKING:
     from .host import HostTier
@@ -60,6 +61,7 @@ class PrefixTree(Lookup):
         self.num_evicted = 0  # device blocks taken from the cache so far
         self.ring = Ring()
         self.host: HostTier | None = None
+        self.watcher: TreeWatcher | None = None
         self._roots: dict[Hashable, Root] = {}
 
     # ---- namespaces -----------------------------------------------------------------------------
@@ -128,15 +130,20 @@ class PrefixTree(Lookup):
         """
         self.pool.enter_tree(blocks)
         if node.parent is not None and node.locks == 1 and not node.children and node.is_on_device:
+            end = node.end
             node.tokens += tokens
             node.size += len(blocks)
             node.blocks += blocks
             node.last_step = step_id
+            if self.watcher is not None:
+                self.watcher.on_grown(node, end, bytes(tokens[: self.width]))
             return node
         child = Node(node, tokens, blocks, node.end)
         child.locks = 1
         child.last_step = step_id
         self._adopt(node, child)
+        if self.watcher is not None:
+            self.watcher.on_grown(node, node.end, bytes(tokens[: self.width]))
         return child
 
     def attach(self, child: Node, count: int, blocks: list[BlockId], step_id: int) -> Node:
@@ -209,6 +216,8 @@ class PrefixTree(Lookup):
                 self.ring.remove(node)
         if self.host is not None:
             self.host.on_split(upper, node)
+        if self.watcher is not None:
+            self.watcher.on_split(upper, node)
         return upper
 
     def _adopt(self, parent: Node, child: Node) -> None:
@@ -307,6 +316,8 @@ class PrefixTree(Lookup):
         node.num_proven = min(node.num_proven, size)
         if size == 0:
             self._disown(node, first)
+        elif self.watcher is not None:
+            self.watcher.on_shrunk(node)
 
     def _disown(self, node: Node, first: bytes) -> None:
         parent = node.parent
@@ -320,6 +331,8 @@ class PrefixTree(Lookup):
             del parent.children[key]
         del parent.order[bisect_left(parent.order, first)]
         node.parent = None
+        if self.watcher is not None:
+            self.watcher.on_disowned(node, parent)
         if parent.parent is None:
             self._forget_idle(parent)
 

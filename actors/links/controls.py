@@ -19,11 +19,11 @@ async def answer(question: Question, half: CoreHalf) -> Answer:
             found = core.audit()
             return AuditAnswer(question.number, found if core.num_live else found + left_over(half.tables()))
         case DrainAsked():
-            core.draining = True
+            half.scheduler.drain()
             limit_s = float("inf") if question.timeout_s is None else question.timeout_s
             return Done(question.number, await half.settle(limit_s))
         case ResetAsked():
-            core.on_reset()
+            half.scheduler.reset_cache()
             return Done(question.number)
         case _:
             return StatsAnswer(question.number, core.stats())

@@ -121,6 +121,15 @@ EVENTS: Mapping[str, Event] = {
             "num_free_blocks": "device blocks that are free, count",
         },
     ),
+    "scheduler.step_done": Event(
+        "debug",
+        "one step has ended",
+        {
+            "step_id": "number of the step in its device epoch",
+            "predicted_s": "how long it was expected to take when it was sent, s; none before enough steps were seen",
+            "step_s": "how long it took on the device, s",
+        },
+    ),
     "scheduler.preempted": Event(
         "info",
         "a running request gave its blocks up for another",

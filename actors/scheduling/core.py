@@ -57,10 +57,11 @@ from .cost import Decision
 from .draft import Draft
 from .gate import Gate
 from .journeys import Stalls
+from .latency_target import LatencyTarget
 from .limits import check_fits, longest_sequence
 from .pacing import Pacer
 from .planning import Planner
-from .policies import load_policy
+from .policies import ChoosesNext, CountsWork, WatchesTree, load_policy
 from .pressure import Pressure
 from .queues import Queues
 from .reports import Report
@@ -83,8 +84,10 @@ class SchedulerCore:
         self.capacity = capacity
         self.epoch = epoch
         self.policy = load_policy(config.scheduling_policy)
+        self._work_counter = self.policy if isinstance(self.policy, CountsWork) else None
         self.cache = self._new_cache()
         self.queues = Queues()
+        self.queues.chooser = self.policy if isinstance(self.policy, ChoosesNext) else None
         self.gate = Gate(config, self.policy)
         self.pacer = Pacer()
         self.pressure = Pressure(config, capacity, self.cache, self.pacer.model)
@@ -96,6 +99,7 @@ class SchedulerCore:
             queues=self.queues,
             gate=self.gate,
             pressure=self.pressure,
+            latency=LatencyTarget(config.target_itl_s, self.pacer.model),
             on_preempt=self._on_preempt,
             on_pause=self._on_pause,
             on_host_hit=self.telling.host_hit,
@@ -146,6 +150,8 @@ class SchedulerCore:
         if self.draining:
             raise EngineDrainingError("the engine is draining and takes no new requests")
         queues = self.queues
+        if queues.num_waiting_requests < self.config.max_num_queued:
+            return
         num_begun = sum(not seq.is_ending for seq in queues.running) + len(queues.recovery) + len(queues.fetching)
         num_free = max(0, self.config.running_limit - num_begun)
         if queues.num_waiting_requests - num_free >= self.config.max_num_queued:
@@ -241,6 +247,7 @@ class SchedulerCore:
         self._last_step_id = draft.step_id
         self._steps[draft.step_id] = draft
         draft.sent_s = now
+        draft.predicted_s = self.pacer.model.predict(draft.load)
         self.pacer.on_sent(draft.load, now)
         released, self._released = self._released, []
         return draft.message(released, self.cache.end_step())
@@ -266,10 +273,10 @@ class SchedulerCore:
             return False
         return not self._steps or self.planner.running_suspect() is None  # alone means alone
 
-    def predicted_s(self, step: RunStep) -> float | None:
-        """How long a step in flight should take."""
-        draft = self._steps.get(step.step_id)
-        return None if draft is None else self.pacer.model.predict(draft.load)
+    def predicted_s(self, step: RunStep | StepDone) -> float | None:
+        """How long a step in flight should take, as it was predicted when it was sent."""
+        draft = self._steps.get(step.step_id) if step.epoch == self.epoch else None
+        return None if draft is None else draft.predicted_s
 
     def load_of(self, step: RunStep) -> Load:
         """What a step in flight computes."""
@@ -314,8 +321,11 @@ class SchedulerCore:
         self.stalls.at(now)
         draft = self._steps.pop(message.step_id)
         draft.charge(self.stalls, self.pacer.model)
+        if self._work_counter is not None:
+            self._work_counter.on_computed(draft.rows, draft.num_tokens, draft.num_decodes)
         self.pacer.on_done(message.seconds, now)
         self.pressure.on_step_done(message.waited_s)
+        self.planner.latency.on_step_done(draft, message.seconds)
         if draft.num_prefills:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
@@ -467,12 +477,15 @@ class SchedulerCore:
             seq.counts_hits = seq.counts_hits or counts_hits
 
     def _new_cache(self) -> KVCache:
-        return KVCache(
+        cache = KVCache(
             self.capacity.num_device_blocks,
             self.capacity.block_size,
             num_host_blocks=self.capacity.num_host_blocks,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
+        if isinstance(self.policy, WatchesTree):
+            self.policy.watch(cache.tree)
+        return cache
 
     # ---- ends -----------------------------------------------------------------------------------
 

@@ -32,6 +32,9 @@ class Draft:
         self.num_attended = 0
         self.num_attended_by_decodes = 0
         self.sent_s = 0.0
+        self.predicted_s: float | None = None  # how long it should take, once it is sent
+        self.was_cut = False  # for want of time, not of budget
+        self.way_was_made_for: Sequence | None = None  # others were preempted so that this one can come in
         self.first_prefill: Sequence | None = None  # the first in order, where prefills are cut into chunks
         self.may_wait: list[Sequence] = []  # prefills that gain by waiting a step, and run only if budget is left
 

@@ -40,6 +40,7 @@ from ...radix.tokens import common_tokens
 from .cost import Choice, Decision, per_block
 from .draft import Draft
 from .gate import Gate
+from .latency_target import LatencyTarget
 from .pressure import Pressure
 from .queues import Queues
 from .reserve import Reserve
@@ -64,6 +65,7 @@ class Planner:
         queues: Queues,
         gate: Gate,
         pressure: Pressure,
+        latency: LatencyTarget,
         on_preempt: Callable[[Sequence, int, Decision], None],
         on_pause: Callable[[Sequence], None],
         on_host_hit: Callable[[Sequence, Choice], None],
@@ -75,6 +77,7 @@ class Planner:
         self.reserve = Reserve(cache.block_size)
         self.suspects: dict[SequenceId, Sequence] = {}
         self.pressure = pressure
+        self.latency = latency
         self._on_preempt = on_preempt
         self._on_host_hit = on_host_hit
         self._on_pause = on_pause
@@ -117,8 +120,8 @@ class Planner:
 
     def _make_way(self, draft: Draft, now: float) -> None:
         """Preempt lower classes for the next candidate, but only if it can come in then."""
-        running, seq = self.queues.running, self.queues.candidate()
-        if seq is None or not running or running[-1].rank[0] <= seq.rank[0]:
+        running, seq = self.queues.running, self.queues.first_by_rank()
+        if seq is None or not running or running[-1].rank[0] <= seq.priority_class:
             return
         if seq.in_flight or seq.is_out_of_credit or (seq.state is State.WAITING and not self._may_join(now)):
             return
@@ -129,7 +132,7 @@ class Planner:
         for victim in reversed(running):
             if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
                 break
-            if victim.rank[0] <= seq.rank[0]:
+            if victim.rank[0] <= seq.priority_class:
                 return
             if self._may_be_preempted(victim):
                 victims.append(victim)
@@ -137,6 +140,7 @@ class Planner:
                 growth -= self.reserve.growth([victim])
                 num_slots += not victim.is_ending
         if missing + self.reserve.blocks(growth) <= 0 and num_slots > 0:
+            draft.way_was_made_for = seq
             for victim in victims:
                 self.preempt(draft, victim)
 
@@ -240,7 +244,9 @@ class Planner:
         growth: int | None = None  # counted once a step, and only when somebody asks
         # Whoever's last token is in flight has no row any more: its slot is free for this step already.
         while len(queues.running) + len(queues.fetching) - draft.num_ending < limit:
-            seq = self._suspects_first(queues.candidate())
+            # Whoever others were preempted for is next, whatever the policy thinks of those who wait for a free slot.
+            favoured, draft.way_was_made_for = draft.way_was_made_for, None
+            seq = self._suspects_first(favoured or queues.candidate())
             if seq is None or (seq.state is State.WAITING and not may_join) or seq.in_flight:
                 return
             if seq.is_out_of_credit:
@@ -323,7 +329,7 @@ class Planner:
         if not prefills:
             return
         first, others = prefills[0], prefills[1:]
-        half = budget
+        half = budget = self.latency.most_tokens(draft, first, budget)
         if others:
             half = budget // 2 + (budget % 2 if self._odd_to_first else 0)
             self._odd_to_first = not self._odd_to_first
@@ -348,9 +354,10 @@ class Planner:
             return self._chunk(draft, first, left) if self._takes_more(draft) else 0
         if not first.is_prefilling or not self.cache.is_alone(first.holding, first.log, first.num_computed):
             return 0
-        count = min(left, first.num_remaining)
-        self._enter(first, first.num_computed, count)
-        draft.extend_chunk(first, count)
+        count = self.latency.most_tokens(draft, first, min(left, first.num_remaining))
+        if count:
+            self._enter(first, first.num_computed, count)
+            draft.extend_chunk(first, count)
         return count
 
     def _follows(self, seq: Sequence, first: Sequence | None) -> bool:
@@ -381,7 +388,7 @@ class Planner:
 
     def _chunk(self, draft: Draft, seq: Sequence, allowance: int) -> int:
         """Plan up to `allowance` tokens of `seq` and return how many, or put it with those that may wait."""
-        if allowance == 0:
+        if allowance == 0 or not self.latency.most_tokens(draft, seq, 1):
             return 0
         advance = self._look_up(draft, seq)
         if advance.must_wait or self._follows(seq, draft.first_prefill):
@@ -390,7 +397,8 @@ class Planner:
             seq.waited_for = seq.holding.num_tree_blocks  # once for each block: steady traffic must not hold it back
             draft.may_wait.append(seq)
             return 0
-        return self._compute(draft, seq, min(allowance, seq.num_remaining))
+        count = self.latency.most_tokens(draft, seq, min(allowance, seq.num_remaining))
+        return self._compute(draft, seq, max(1, count))  # it found more, and may have come a token's time too far by it
 
     def _look_up(self, draft: Draft, seq: Sequence) -> Advance:
         """Take what others have entered meanwhile."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from ...protocol.ids import SequenceId
+from .policies import ChoosesNext
 from .sequence import Sequence, State
 
 
@@ -36,6 +37,8 @@ class Queues:
         self.waiting: list[Sequence] = []
         self.paused: dict[SequenceId, Sequence] = {}  # the first has been paused for the longest
         self.fetching: dict[SequenceId, Sequence] = {}  # admitted: they hold blocks, and run when a copy has ended
+        self.chooser: ChoosesNext | None = None
+        """The policy, if it has a say in who is next: else that is the first by rank."""
         self.num_waiting_requests = 0
         """Requests none of whose sequences has begun."""
 
@@ -44,24 +47,30 @@ class Queues:
         seq.enter(State.WAITING)
         self.num_waiting_requests += seq.leader is None
         insort(self.waiting, seq, key=_rank)
+        if self.chooser is not None:
+            self.chooser.on_queued(seq)
 
     def start(self, seq: Sequence) -> None:
         """From waiting, recovery or fetching to running."""
-        self.remove(seq)
+        is_admitted = seq.state is State.FETCHING
+        self._take_out(seq)
+        if self.chooser is not None and not is_admitted:
+            self.chooser.on_admitted(seq)
         seq.enter(State.RUNNING)
         insort(self.running, seq, key=_rank)
 
     def fetch(self, seq: Sequence) -> None:
         """From waiting or recovery to fetching: it is admitted, and part of what it was given is still to come."""
-        self.remove(seq)
+        self._take_out(seq)
+        if self.chooser is not None:
+            self.chooser.on_admitted(seq)
         seq.enter(State.FETCHING)
         self.fetching[seq.seq_id] = seq
 
     def preempt(self, seq: Sequence) -> None:
         """From running or fetching to recovery, where it keeps its rank."""
         self.remove(seq)
-        seq.enter(State.PREEMPTED)
-        insort(self.recovery, seq, key=_rank)
+        self._recover(seq)
 
     def pause(self, seq: Sequence, now: float) -> None:
         """From running or recovery to paused: its reader is out of credit."""
@@ -73,12 +82,22 @@ class Queues:
     def resume(self, seq: Sequence) -> None:
         """From paused to recovery, at its rank: its reader has granted more."""
         self.remove(seq)
-        seq.enter(State.PREEMPTED)
+        self._recover(seq)
         seq.traveller.enter("queue")
+
+    def _recover(self, seq: Sequence) -> None:
+        seq.enter(State.PREEMPTED)
         insort(self.recovery, seq, key=_rank)
+        if self.chooser is not None:
+            self.chooser.on_queued(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of the list it is in."""
+        if self.chooser is not None:
+            self.chooser.on_left(seq)
+        self._take_out(seq)
+
+    def _take_out(self, seq: Sequence) -> None:
         if seq.state is State.PAUSED:
             del self.paused[seq.seq_id]
             return
@@ -93,7 +112,13 @@ class Queues:
         del queue[place]
 
     def candidate(self) -> Sequence | None:
-        """Whom to admit next: the higher class first, within a class the preempted before the waiting."""
+        """Whom to admit next: the policy's choice, or the first by rank."""
+        if self.chooser is not None:
+            return self.chooser.next_of(self.waiting, self.recovery)
+        return self.first_by_rank()
+
+    def first_by_rank(self) -> Sequence | None:
+        """Of the higher class first, within a class the preempted before the waiting."""
         if not self.recovery:
             return self.waiting[0] if self.waiting else None
         if not self.waiting:

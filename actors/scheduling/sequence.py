@@ -47,7 +47,8 @@ STAGES: dict[State, Stage] = {
 
 
 class Sequence:
-    """State of one sequence in the scheduler. `rank` is its place in the policy's order, fixed at arrival.
+    """State of one sequence in the scheduler. `rank` is its place in the policy's order, fixed at arrival; a policy that
+    ages may raise it as it is admitted. `priority_class` is the one it came with: nobody preempts more by being aged.
 
     A request has `n` of them. `index` is its number among these, and `leader` the first, whose prompt is its own too.
     The first has none, unless its request follows another: then it is that one's.
@@ -81,6 +82,7 @@ class Sequence:
         "num_prompt_tokens",
         "paused_s",
         "prefill_end",
+        "priority_class",
         "prompt_logprobs",
         "queued_s",
         "rank",
@@ -121,6 +123,7 @@ class Sequence:
         self.stop_ids = frozenset(admit.stop_token_ids)
         self.max_length = max_length
         self.rank = rank
+        self.priority_class = rank[0]
         self.state = State.WAITING
         self.traveller = traveller
         self.journey: Journey | None = None  # once it has ended

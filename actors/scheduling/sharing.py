@@ -30,9 +30,6 @@ class _Choice(NamedTuple):
     groups: list[Group]
 
 
-NOTHING = _Choice(0, [])
-
-
 class SharedGroups:
     """Groups of the last set of decode rows, kept until another set decodes."""
 
@@ -64,14 +61,14 @@ class SharedGroups:
                 node = node.parent
         found: list[Group] = []
         for root in children.get(None, []):
-            found += self._best(root, rows, children).groups
+            if len(rows[root]) > 1:
+                found += self._best(root, rows, children).groups
         return found
 
     def _best(self, node: Node, rows: dict[Node, list[int]], children: dict[Node | None, list[Node]]) -> _Choice:
+        """Of a node that two rows share at least."""
         here = rows[node]
-        if len(here) < 2:
-            return NOTHING
-        below = [self._best(child, rows, children) for child in children.get(node, [])]
+        below = [self._best(child, rows, children) for child in children.get(node, []) if len(rows[child]) > 1]
         saved_below = sum(choice.saved_blocks for choice in below)
         saved_here = (len(here) - 1) * node.end
         if saved_here > saved_below and saved_here >= self._least_blocks:

@@ -19,6 +19,10 @@ FORGETTING = 0.985
 """Weight of a step against the one after it: the last 60 or so count."""
 LEAST_STEPS = 8
 """Steps seen before the model says anything."""
+SURPRISE = 2.0
+"""A step that takes longer than this many times its prediction is believed when the next one does as well: one alone is
+somebody else's doing, who held the processor, and would spoil the weights for as long as they remember it.
+"""
 ERROR_WEIGHT = 0.1
 GUESS_TOKEN_S = 1e-4
 """A prefill token before any step was seen: an 8B model on a GPU takes 40 us, a 135M model on a core 260 us."""
@@ -55,6 +59,8 @@ class StepTimeModel:
         self._best_token_s = math.inf
         self._best_step_s = math.inf
         self._has_prefilled = False
+        self._held_back: tuple[Load, float] | None = None
+        self._was_surprised = False
         self.error_s = 0.0
 
     def predict(self, load: Load) -> float | None:
@@ -96,6 +102,22 @@ class StepTimeModel:
 
     def learn(self, load: Load, seconds: float) -> None:
         """A step of this load took `seconds`."""
+        predicted = self.predict(load)
+        is_surprise = (
+            predicted is not None
+            and seconds > SURPRISE * max(predicted, self._best_step_s)
+            and (self._has_prefilled or not load.num_prefill_tokens)  # else nothing was known of such a load
+        )
+        was_surprised, self._was_surprised = self._was_surprised, is_surprise
+        held_back, self._held_back = self._held_back, None
+        if is_surprise and not was_surprised:
+            self._held_back = load, seconds
+            return
+        if is_surprise and held_back is not None:
+            self._learn(*held_back)
+        self._learn(load, seconds)
+
+    def _learn(self, load: Load, seconds: float) -> None:
         predicted = self.predict(load)
         if predicted is not None:
             self.error_s += ERROR_WEIGHT * (abs(seconds - predicted) - self.error_s)

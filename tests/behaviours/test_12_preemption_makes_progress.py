@@ -15,6 +15,9 @@ SETTINGS = [
     {"max_num_batched_tokens": 1},
     {"max_steps_in_flight": 1},
     {"enable_prefix_caching": False},
+    {"scheduling_policy": "priority"},
+    {"scheduling_policy": "longest-prefix"},
+    {"scheduling_policy": "fair-share"},
 ]
 
 

@@ -34,7 +34,7 @@ class LossyRun:
             enable_chunked_prefill=chance() < 0.7,
             enable_prefix_caching=chance() < 0.8,
             max_prefill_batch_size=pick([None, None, 1, 2]),
-            scheduling_policy=pick(["fcfs", "fcfs", "static"]),
+            scheduling_policy=pick(["fcfs", "static", "priority", "longest-prefix", "fair-share"]),
             scheduling_delay_s=pick([0.0, 0.0, 0.035]),
             host_blocks=pick([0, 0, 3, 12, 60, 400]),
             preemption_mode=pick(["auto", "swap", "swap", "heuristic", "recompute"]),
@@ -109,6 +109,8 @@ class LossyRun:
             seed=self.random.randrange(100) if chance() < 0.5 else None,
             prompt_logprobs=self.random.choice([None, None, None, 0, 2]),
             stop_token_ids=[7] if chance() < 0.3 else [],
+            priority=self.random.choice([0, 0, 1, 5, -3]),
+            tenant=self.random.choice([None, "a", "b"]),
         )
         if chance() < self.killer_rate:
             self.world.killers.add(request)

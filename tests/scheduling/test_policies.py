@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from repertory.actors.scheduling.policies import installed_policies, load_policy
@@ -19,8 +21,43 @@ def test_every_installed_policy_serves_requests(name: str) -> None:
     world.check_outputs()
 
 
-def test_first_come_first_served_and_static_are_installed() -> None:
-    assert {"fcfs", "static"} <= set(installed_policies())
+def test_all_of_the_documented_ones_are_installed() -> None:
+    assert set(installed_policies()) == {"fcfs", "fair-share", "longest-prefix", "priority", "static"}
+
+
+THIRD_PARTY = """
+class ShortestFirst:
+    def __init__(self):
+        self.heard = []
+
+    def priority_class(self, admit):
+        return len(admit.token_ids)
+
+    def admits_beside(self, num_running):
+        return True
+"""
+
+
+def test_another_package_brings_a_policy_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_policies.py").write_text(THIRD_PARTY)
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[repertory.policies]\nshortest-first = their_policies:ShortestFirst\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "shortest-first" in installed_policies()
+    world = World(scheduling_policy="shortest-first", max_num_seqs=1)
+    long, short = world.submit([1] * 9, max_tokens=1), world.submit([2] * 2, max_tokens=1)
+    world.run()
+    assert list(world.ends) == [short, long], "two methods are all that a policy needs"
+    with pytest.raises(ConfigError, match="did you mean 'shortest-first'"):
+        load_policy("shortest_first")
+
+
+@pytest.mark.parametrize("name", ["fcfs", "static"])
+def test_a_policy_that_asks_for_nothing_is_told_nothing(name: str) -> None:
+    core = World(scheduling_policy=name).core
+    assert core.queues.chooser is None and core.cache.tree.watcher is None and core._work_counter is None
 
 
 def test_a_typo_is_answered_with_the_name_that_was_meant() -> None:

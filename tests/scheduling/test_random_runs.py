@@ -52,7 +52,7 @@ class Run:
             enable_chunked_prefill=chance() < 0.7,
             enable_prefix_caching=chance() < 0.8,
             max_prefill_batch_size=pick([None, None, 1, 2]),
-            scheduling_policy=pick(["fcfs", "fcfs", "static"]),
+            scheduling_policy=pick(["fcfs", "static", "priority", "longest-prefix", "fair-share"]),
             scheduling_delay_s=pick([0.0, 0.0, 0.035]),
             scheduling_delay_factor=pick([0.0, 0.0, 2.5]),
             host_blocks=pick([0, 0, 1, 3, 12, 60, 400]),
@@ -97,6 +97,8 @@ class Run:
             prompt_logprobs=self.random.choice([None, None, None, 0, 2]),
             stop_token_ids=[STOP_ID] if chance() < 0.3 else [],
             cache_salt=self.random.choice([None, None, None, "a", "b"]),
+            priority=self.random.choice([0, 0, 1, 5, -3]),
+            tenant=self.random.choice([None, "a", "b"]),
         )
 
     def _prompt(self) -> list[int]:

@@ -45,6 +45,34 @@ def test_it_follows_a_device_that_becomes_twice_as_slow() -> None:
     assert abs((model.predict(load) or 0) / (2 * true_seconds(load)) - 1) < 0.05
 
 
+def test_one_step_that_took_far_too_long_is_forgotten_and_two_are_believed() -> None:
+    model = StepTimeModel()
+    rng = random.Random(2)
+    for _ in range(200):
+        load = random_load(rng)
+        model.learn(load, true_seconds(load))
+    load = random_load(rng)
+    before, error_s = model.predict(load), model.error_s
+    model.learn(load, 20 * true_seconds(load))
+    assert (model.predict(load), model.error_s) == (before, error_s)
+    model.learn(load, true_seconds(load))
+    assert abs((model.predict(load) or 0) / true_seconds(load) - 1) < 0.01
+    for _ in range(2):
+        model.learn(load, 20 * true_seconds(load))
+    assert (model.predict(load) or 0) > 1.5 * true_seconds(load)
+
+
+def test_the_first_prefill_is_believed_at_once_however_long_it_takes() -> None:
+    model = StepTimeModel()
+    rng = random.Random(2)
+    for _ in range(200):
+        load = random_load(rng, prefill=False)
+        model.learn(load, true_seconds(load))
+    load = Load(512, 131_328, 4)
+    model.learn(load, 1.0)
+    assert (model.predict(load) or 0) > 0.5
+
+
 def test_a_long_time_without_prefills_does_not_spoil_the_next_one() -> None:
     model = StepTimeModel()
     rng = random.Random(3)
