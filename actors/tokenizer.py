@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from ..protocol.conversation import Conversation
 from ..protocol.errors import RequestError, problem_of
 from ..protocol.ids import RequestId, show_request_id
 from ..protocol.messages import Abort, Admit, Message, Refused, Submit, TextOut, Tokenized, TokensSampled
@@ -138,6 +139,8 @@ class Tokenizer:
 
 
 def _is_short(prompt: Any) -> bool:
+    if isinstance(prompt, Conversation):
+        return not prompt.tools and _is_short(prompt.messages)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         return len(prompt) <= SHORT_CHAT and sum(map(_num_characters, prompt)) <= SHORT_PROMPT
     return not hasattr(prompt, "__len__") or len(prompt) <= SHORT_PROMPT

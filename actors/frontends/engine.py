@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as TextTokenizer
 from ...gpu.executor import Capacity
 from ...gpu.models.source import resolve_model
 from ...protocol.config import EngineConfig, checked
+from ...protocol.conversation import Conversation
 from ...protocol.errors import (
     EngineDeadError,
     EngineDrainingError,
@@ -36,6 +37,7 @@ from ..devices.making import device_maker
 from ..devices.process import HOST_COMMAND
 from ..observing.logs import configure_logging, logger
 from ..observing.start import say_ready, say_start
+from ..text.prompts import PromptReader
 from .beam_search import Search, run_search, sequences_of
 from .stream import Delivery, RequestStream
 
@@ -47,7 +49,7 @@ RETRY_S = 0.01
 
 Resolved = tuple[Tokenized, Admit]
 
-Prompt = str | list[int] | list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, Any]] | Conversation
 
 
 class Engine:
@@ -341,6 +343,11 @@ class Engine:
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer (of the `tokenizers` library), to be shared and not changed."""
         return self._living().resolver.reader.tokenizer
+
+    @property
+    def prompt_reader(self) -> PromptReader:
+        """What turns prompts into ids, to be shared: it may be used in several threads at a time."""
+        return self._living().resolver.reader
 
     async def stats(self) -> EngineStats:
         """A consistent snapshot."""
