@@ -11,7 +11,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from ...protocol.conversation import Conversation
 from ...protocol.errors import ModelLoadError, NeverFitsError, UnsupportedError, ValidationError, shorten
@@ -103,8 +103,9 @@ class PromptReader:
         )
 
     def _fitting(self, text: str, *, field: str, add_special_tokens: bool) -> list[int]:
-        token_ids = self.encode(text, field=field, add_special_tokens=add_special_tokens)
-        self._check_fit(len(token_ids), field=field)
+        encoding = self._encoding(text, field=field, add_special_tokens=add_special_tokens)
+        self._check_fit(len(encoding), field=field)  # before a list of millions is made, for nothing
+        token_ids: list[int] = encoding.ids
         if max(token_ids) >= self._vocab_size:
             raise ValidationError(
                 f"{field} contains the token {max(token_ids)}, which the model does not have (0 to {self._vocab_size - 1})",
@@ -112,17 +113,23 @@ class PromptReader:
             )
         return token_ids
 
-    def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, which may be more than fit. Raises `NeverFitsError` where that is plain to see, and
-        `ValidationError` where it is no Unicode text."""
+    def encode(self, text: str, *, add_special_tokens: bool, most: int) -> list[int]:
+        """The ids of a text, be they more than fit, `most` of them. Raises `NeverFitsError` where there are more or too
+        many characters, and `ValidationError` where it is no Unicode text; both name "prompt"."""
+        encoding = self._encoding(text, field="prompt", add_special_tokens=add_special_tokens)
+        if len(encoding) > most:
+            raise NeverFitsError(f"prompt has {len(encoding)} tokens: at most {most} are listed", field="prompt")
+        token_ids: list[int] = encoding.ids
+        return token_ids
+
+    def _encoding(self, text: str, *, field: str, add_special_tokens: bool) -> Encoding:
         self._check_characters(len(text), field=field)
         try:
-            encodings = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             # The tokenizer takes UTF-8, which has no lone surrogates ("\ud800" is legal JSON).
             raise ValidationError(f"{field} is not valid Unicode text", field=field) from None
-        token_ids: list[int] = encodings[0].ids
-        return token_ids
+        return encoding
 
     def _check_characters(self, num_characters: int, *, field: str) -> None:
         """Refuse before tokenizing what no tokenization can make fit: every token of it being the longest."""

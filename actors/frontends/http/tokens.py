@@ -20,6 +20,9 @@ from .sending import JSON, encode, send_bytes
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
+MAX_TOKENS = 1 << 20
+"""Of an answer of `/tokenize`: a list is made, and written, in one go, with the interpreter's lock held."""
+
 
 class Tokenizing:
     """The endpoints of one engine, served as `model`."""
@@ -58,7 +61,7 @@ class Tokenizing:
             text, adds = request.prompt, request.add_special_tokens is not False
         else:
             raise ValidationError("prompt is missing, and so is messages", field="prompt")
-        token_ids = reader.encode(text, add_special_tokens=adds)
+        token_ids = reader.encode(text, add_special_tokens=adds, most=MAX_TOKENS)
         names = [reader.tokenizer.id_to_token(token) for token in token_ids] if request.return_token_strs else None
         return encode(Tokens(len(token_ids), self._engine.capacity.max_model_len, token_ids, names))
 
