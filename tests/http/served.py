@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,7 +30,8 @@ class Served:
         self._task = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        async with serve_embedded(self.engine, is_draining=lambda: self.draining, grace_s=1) as self.url:
+        served = serve_embedded(self.engine, is_draining=lambda: self.draining, grace_s=1, send_buffer_bytes=4096)
+        async with served as self.url:
             self.http = httpx2.AsyncClient(base_url=self.url, timeout=10)
             self._open.set()
             await self._end.wait()
@@ -65,7 +67,11 @@ class Served:
     async def connection(self) -> AsyncIterator[Connection]:
         """A connection on which a test says byte for byte what it likes."""
         found = urlsplit(self.url)
-        reader, writer = await asyncio.open_connection(found.hostname, found.port, limit=1 << 12)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # a client that does not read fills up soon
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (found.hostname, found.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 12)
         try:
             yield Connection(reader, writer)
         finally:
@@ -108,6 +114,17 @@ class Connection:
             if line.startswith("data: "):
                 return None if line == "data: [DONE]" else json.loads(line[6:])
             assert line or not self.reader.at_eof(), "the stream ended without an end"
+
+    async def rest(self) -> bytes:
+        """What still comes before the server closes, or breaks off."""
+        found = bytearray()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while piece := await self.reader.read(65_536):
+                    found += piece
+        except ConnectionError:
+            pass  # broken off
+        return bytes(found)
 
     def hang_up(self) -> None:
         """Close at once."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import anyio
 
-from ....protocol.errors import RequestFailedError
+from ....gpu.sampling_edits import NO_TOKEN_LEFT
+from ....protocol.errors import RequestFailedError, ValidationError
 from ....protocol.outputs import RequestOutput
 from ....protocol.sampling import SamplingParams
 from ..engine import Prompt
@@ -75,6 +76,9 @@ class _Writer:
         self._call = call
         self._streams = streams
         self._tally = _Tally()
+        self._num_unheard = len(streams)
+        """Prompts of which nothing has come yet."""
+        self._all_heard = anyio.Event()
 
     async def write(self) -> None:
         """Write all of it."""
@@ -109,15 +113,23 @@ class _Writer:
         async for output in stream:
             self._tally.add(output)
             if number not in lasts:
-                if output.finished and not self._exchange.has_begun:
+                if output.finished:
                     _check_successful([output])
                 await form.prepare(output, first)
-                if not self._exchange.has_begun:
-                    await begin_events(send)
+                await self._begin()
             lasts[number] = output
             if events := form.events(output, first):
                 await send_events(send, events)
         _check_successful([lasts[number]])
+
+    async def _begin(self) -> None:
+        """Send the head, once something has come of every prompt: none of them has been refused."""
+        self._num_unheard -= 1
+        if self._num_unheard:
+            await self._all_heard.wait()
+        else:
+            await begin_events(self._exchange.send)
+            self._all_heard.set()
 
 
 class _Tally:
@@ -142,4 +154,5 @@ def _check_successful(outputs: list[RequestOutput]) -> None:
     """Raise where a prompt's completions have all failed; one that failed beside others says so itself."""
     for output in outputs:
         if all(one.finish_reason == "error" for one in output.outputs):
-            raise RequestFailedError(str(output.outputs[0].stop_reason or "the request failed"))
+            reason = str(output.outputs[0].stop_reason or "the request failed")
+            raise ValidationError(reason) if reason == NO_TOKEN_LEFT else RequestFailedError(reason)

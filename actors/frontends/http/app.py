@@ -116,7 +116,7 @@ class _Shell:
             self._log.info("http.disconnected", label=exchange.request_id, path=scope["path"])
         except ReaderStuckError:
             self._log.warning("http.reader_stuck", label=exchange.request_id, waited_s=round(exchange.waiting_s, 3))
-            exchange.hang_up()
+            await exchange.hang_up()
         except HttpError as error:
             await exchange.fail(error)
         except HTTPException as error:

@@ -75,11 +75,13 @@ class Exchange:
             headers.append((b"www-authenticate", b"Bearer"))
         await send_json(self.send, error.body(), status=error.status, headers=headers)
 
-    def hang_up(self) -> None:
+    async def hang_up(self) -> None:
         """Break the connection off, whatever it still holds: nobody reads it. Some servers have no way to."""
         hang_up = self.scope.get("extensions", {}).get("repertory.hang_up")
         if hang_up is not None:
             hang_up["call"]()
+            while (await self.receive())["type"] != "http.disconnect":
+                pass  # until the server knows: else it complains of an answer without an end
 
 
 def exchange_of(scope: Scope) -> Exchange:

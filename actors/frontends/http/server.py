@@ -110,12 +110,16 @@ async def serve_embedded(
     port: int = 0,
     is_draining: Callable[[], bool] = lambda: False,
     grace_s: float = 5.0,
+    send_buffer_bytes: int | None = None,
 ) -> AsyncIterator[str]:
     """Serve a started engine on this loop, for tests and notebooks; yields the URL. `port` 0 is any free one.
 
-    At the end no new connections are taken, and open ones have `grace_s` seconds.
+    At the end no new connections are taken, and open ones have `grace_s` seconds. `send_buffer_bytes` bounds what the
+    kernel takes for a client that does not read; None is the system's choice.
     """
     listener = socket.create_server((host, port), backlog=BACKLOG)
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # accepted sockets inherit it
     config = server_config(make_app(engine, is_draining=is_draining), timeout_graceful_shutdown=max(1, round(grace_s)))
     server = _Server(config)
     try:
