@@ -19,6 +19,7 @@ from ..protocol.messages import Abort, Admit, Message, Refused, Submit, TextOut,
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .resolving import Resolver
+from .text.weighing import weight_of
 
 SHORT_PROMPT = 32_768
 """Characters or ids up to which a prompt counts as short."""
@@ -140,7 +141,8 @@ class Tokenizer:
 
 def _is_short(prompt: Any) -> bool:
     if isinstance(prompt, Conversation):
-        return not prompt.tools and _is_short(prompt.messages)
+        beside = weight_of((prompt.tools, prompt.template_kwargs), most=SHORT_PROMPT)
+        return beside <= SHORT_PROMPT and _is_short(prompt.messages)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         return len(prompt) <= SHORT_CHAT and sum(map(_num_characters, prompt)) <= SHORT_PROMPT
     return not hasattr(prompt, "__len__") or len(prompt) <= SHORT_PROMPT

@@ -17,6 +17,7 @@ from ...protocol.conversation import Conversation
 from ...protocol.errors import ModelLoadError, NeverFitsError, UnsupportedError, ValidationError, shorten
 from ...protocol.sampling import check_token_ids
 from .chat import checked_messages, load_chat_template
+from .weighing import weight_of
 
 
 class PromptReader:
@@ -95,6 +96,9 @@ class PromptReader:
             raise ValidationError("messages is empty", field="messages")
         checked = checked_messages(conversation.messages)
         self._check_characters(sum(len(message.get("content", "")) for message in checked), field="messages")
+        # A template writes them in one go, with the interpreter's lock held.
+        beside = weight_of((conversation.tools, conversation.template_kwargs), most=self._max_characters)
+        self._check_characters(beside, field="tools")
         return self._template.render(
             checked,
             tools=conversation.tools,

@@ -87,6 +87,13 @@ async def test_too_many_prompts_are_refused(served: Any, prompt: Any) -> None:
     await s.check_clean()
 
 
+async def test_many_prompts_with_many_choices_each_are_refused(served: Any) -> None:
+    s = await served(block_size=4)
+    assert error_of(await s.complete([prompt_of(5)] * 200, n=20), 400)["param"] == "n"
+    assert s.stage.device.steps == []
+    await s.check_clean()
+
+
 @pytest.mark.parametrize("name", ["x-request-id", "x-anything", "authorization"])
 async def test_a_header_of_64_kb_is_refused(served: Any, name: str) -> None:
     s = await served(block_size=4)
@@ -116,7 +123,7 @@ async def test_a_head_without_an_end_closes_the_connection(served: Any, start: b
     assert (await s.http.get("/health")).status_code == 200
 
 
-async def test_a_body_above_the_limit_is_refused_whether_it_says_so_or_not(served: Any, monkeypatch: Any) -> None:
+async def test_a_body_above_the_limit_is_refused_whether_it_says_so_or_not(served: Any) -> None:
     s = await served(block_size=4)
     assert error_of(await s.http.post("/v1/completions", content=b" " * (33 << 20)), 413)
 

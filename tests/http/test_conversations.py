@@ -81,6 +81,15 @@ async def test_variables_cannot_take_the_place_of_what_is_rendered(rendered: Any
     assert name in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("place", ["description", "parameters"])
+async def test_tools_larger_than_the_model_are_refused_before_they_are_written(rendered: Any, place: str) -> None:
+    large = "x" * 100_000 if place == "description" else [{}] * 100_000
+    tool = {"type": "function", "function": {"name": "f", place: large}}
+    assert error_of(await rendered(HELLO, tools=[tool]), 400)["code"] == "context_length_exceeded"
+    variables = {"documents_of_mine": large}
+    assert error_of(await rendered(HELLO, chat_template_kwargs=variables), 400)["code"] == "context_length_exceeded"
+
+
 async def test_a_model_without_a_template_refuses_chats_and_serves_completions(served: Any, tmp_path: Any) -> None:
     from repertory.tests.tiny_model import make_tiny_model
 

@@ -66,7 +66,9 @@ class Exchange:
         return 0.0 if self._sending_since is None else self._loop.time() - self._sending_since
 
     async def fail(self, error: HttpError) -> None:
-        """Answer with an error: as JSON, or where a stream has begun as its last event."""
+        """Answer with an error: as JSON, or where a stream has begun as its last event. Too late, nothing is sent."""
+        if self.is_complete:
+            return
         if self.has_begun:
             await end_events(self.send, event(error.body()))
             return

@@ -8,13 +8,14 @@ from ....protocol.errors import ValidationError, shorten
 from ....protocol.sampling import SamplingParams
 from ..engine import Prompt
 from .answering import Call, answer
-from .bodies import decode_body, read_body
+from .bodies import INLINE_BYTES, decode_body, read_body
 from .chat import ChatForm
 from .completions import CompletionForm
 from .errors import HttpError
 from .exchange import Exchange
 from .face import EngineFace
 from .forms import Form
+from .off_the_loop import off_the_loop
 from .prompts import conversation_of, prompts_of
 from .requests import ChatRequest, CompletionRequest, Wanted
 from .sampling import Defaults, chat_params, completion_params, own_spelling
@@ -22,6 +23,8 @@ from .sampling import Defaults, chat_params, completion_params, own_spelling
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 
+MAX_CHOICES = 2048
+"""Completions of all prompts of a request. One prompt may have as many as `SamplingParams` allow."""
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
@@ -42,7 +45,9 @@ class Generating:
         form = CompletionForm(
             request, exchange.request_id, self._model, decode=self._decode_prompt, stream_usage=_wants_usage(request)
         )
-        await self._answer(exchange, request, prompts_of(request.prompt), params, form)
+        prompts = prompts_of(request.prompt)
+        _check_choices(len(prompts), params.n)
+        await self._answer(exchange, request, prompts, params, form)
 
     async def chat(self, exchange: Exchange) -> None:
         """`POST /v1/chat/completions`."""
@@ -51,7 +56,9 @@ class Generating:
         self._admit(exchange, request)
         params = chat_params(request, self._defaults)
         form = ChatForm(request, exchange.request_id, self._model, stream_usage=_wants_usage(request))
-        await self._answer(exchange, request, [conversation_of(request)], params, form)
+        is_small = len(body) <= INLINE_BYTES
+        conversation = conversation_of(request) if is_small else await off_the_loop(conversation_of, request)
+        await self._answer(exchange, request, [conversation], params, form)
 
     async def _answer(
         self, exchange: Exchange, request: Wanted, prompts: list[Prompt], params: SamplingParams, form: Form
@@ -88,6 +95,11 @@ def check_model(asked: str | None, served: str) -> None:
     """Raise `HttpError` 404 for a model that is not served here. One that is not named is whichever there is."""
     if asked and asked != served:
         raise HttpError(404, f"the model {shorten(asked)} does not exist", param="model", code="model_not_found")
+
+
+def _check_choices(num_prompts: int, n: int) -> None:
+    if num_prompts > 1 and num_prompts * n > MAX_CHOICES:
+        raise ValidationError(f"{num_prompts} prompts with n {n}: at most {MAX_CHOICES} choices", field="n", value=n)
 
 
 def _wants_usage(request: Wanted) -> bool:
