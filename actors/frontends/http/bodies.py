@@ -27,6 +27,7 @@ INLINE_BYTES = 1 << 15
 MIN_VALUE_LIMIT = 1 << 18
 """Values that a body may have whatever the model: some ten milliseconds of decoding."""
 
+COUNT_BYTES = 1 << 18
 PEEK_BYTES = 1 << 20
 """From this size on a look at the prompt's length comes first."""
 MAX_ESCAPED_BYTES = 12
@@ -79,21 +80,22 @@ async def decode_body(body: bytearray, decoder: msgspec.json.Decoder[Body], *, m
 
 
 def _weighed(body: bytearray, decoder: msgspec.json.Decoder[Body], max_characters: int) -> Body:
+    _check_values(body, max(MIN_VALUE_LIMIT, max_characters))
     if len(body) > PEEK_BYTES and hasattr(decoder.type, "prompt"):
         prompt = memoryview(_decoded(body, _peek_decoder).prompt)
         if prompt[0] == ord('"') and len(prompt) - 2 > MAX_ESCAPED_BYTES * max_characters:
             raise NeverFitsError(f"prompt has {len(prompt) - 2} bytes: no text of this size fits", field="prompt")
-    most = max(MIN_VALUE_LIMIT, max_characters)
-    # Separators in texts count too; a text with so many of them does not fit either.
-    if _num_separators(body) > most:
-        raise NeverFitsError(f"the body has more than {most} values or separators: no prompt with so many fits")
     return _decoded(body, decoder)
 
 
-def _num_separators(body: bytearray) -> int:
-    """Counted piece by piece: between two of them other threads have their turn."""
-    pieces = range(0, len(body), PEEK_BYTES)
-    return sum(body.count(separator, first, first + PEEK_BYTES) for first in pieces for separator in _SEPARATORS)
+def _check_values(body: bytearray, most: int) -> None:
+    """Separators in texts count too: a text with so many of them does not fit either."""
+    found = 0
+    # Piece by piece: between two of them other threads have their turn.
+    for first in range(0, len(body), COUNT_BYTES):
+        found += sum(body.count(separator, first, first + COUNT_BYTES) for separator in _SEPARATORS)
+        if found > most:
+            raise NeverFitsError(f"the body has more than {most} values or separators: no prompt with so many fits")
 
 
 def _decoded(body: bytearray, decoder: msgspec.json.Decoder[Body]) -> Body:
