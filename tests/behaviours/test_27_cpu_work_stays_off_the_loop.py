@@ -21,6 +21,8 @@ from repertory.tests.tiny_model import make_tiny_model
 
 BOUND_S = 0.1
 TRIES = 5
+LONG_TRIES = 3
+"""Each takes many seconds of tokenizing."""
 SIZE = 20_000_000
 
 BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
@@ -127,11 +129,15 @@ def test_health_answers_and_streams_go_on_whatever_is_posted(url: str, kind: str
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_long_prompt_that_has_to_be_tokenized_holds_nobody_up(url_of_a_long_model: str, path: str) -> None:
-    body = json.dumps({"prompt": "the hen and " * (SIZE // 12)}).encode()
-    with Watch(url_of_a_long_model) as watch:
-        assert post(url_of_a_long_model, path, body)[0] == 400
-    assert watch.slowest_health_s < BOUND_S
-    assert watch.longest_gap_s < BOUND_S
+    body = json.dumps({"prompt": " the" * (SIZE // 4)}).encode()  # tokens as long as those of a real tokenizer
+    healths, gaps = [], []
+    for _ in range(LONG_TRIES):
+        with Watch(url_of_a_long_model) as watch:
+            assert post(url_of_a_long_model, path, body)[0] == 400
+        healths.append(watch.slowest_health_s)
+        gaps.append(watch.longest_gap_s)
+    assert statistics.median(healths) < BOUND_S
+    assert statistics.median(gaps) < BOUND_S
 
 
 async def test_what_stands_in_line_for_a_client_that_has_gone_is_not_done(served: Any, monkeypatch: Any) -> None:
