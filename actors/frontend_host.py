@@ -18,13 +18,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Protocol
 
 import uvicorn
 
 from ..protocol.errors import EngineDeadError
 from .frontends.face import EngineFace
+from .frontends.http.app import make_app
+from .frontends.http.server import server_config
 from .frontends.remote import RemoteEngine
 from .serving.childhood import Parent, run_child
 from .serving.lines import CoreOrders, FrontendOrders, Ready
@@ -64,9 +65,7 @@ async def serve_http(orders: FrontendOrders, parent: Parent, make_app: MakeApp) 
     """Serve HTTP until told to drain. Raises what ended it."""
     async with RemoteEngine(orders.endpoint, timeout_s=None, config=orders.config) as engine:
         app = make_app(engine, is_draining=parent.is_draining.is_set)
-        config = uvicorn.Config(
-            app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(GOODBYE_S)
-        )
+        config = server_config(app, timeout_graceful_shutdown=int(GOODBYE_S))
         server = Server(config, on_started=lambda: parent.say(Ready()))
         draining = asyncio.create_task(_drain(server, engine, parent))
         try:
@@ -86,12 +85,7 @@ async def _drain(server: Server, engine: RemoteEngine, parent: Parent) -> None:
     server.should_exit = True
 
 
-def _make_http_app(engine: EngineFace, *, is_draining: Callable[[], bool]) -> Any:
-    http = import_module(".frontends.http.app", __package__)  # brings the web framework with it
-    return http.make_app(engine, is_draining=is_draining)
-
-
-def main(make_app: MakeApp = _make_http_app) -> int:
+def main(make_app: MakeApp = make_app) -> int:
     """Run a frontend host; returns its exit status."""
 
     async def serve(orders: CoreOrders | FrontendOrders, parent: Parent) -> None:

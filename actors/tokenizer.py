@@ -12,12 +12,14 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from ..protocol.conversation import Conversation
 from ..protocol.errors import RequestError, problem_of
 from ..protocol.ids import RequestId, show_request_id
 from ..protocol.messages import Abort, Admit, Message, Refused, Submit, TextOut, Tokenized, TokensSampled
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .resolving import Resolver
+from .text.weighing import weight_of
 
 SHORT_PROMPT = 32_768
 """Characters or ids up to which a prompt counts as short."""
@@ -138,6 +140,9 @@ class Tokenizer:
 
 
 def _is_short(prompt: Any) -> bool:
+    if isinstance(prompt, Conversation):
+        beside = weight_of((prompt.tools, prompt.template_kwargs), most=SHORT_PROMPT)
+        return beside <= SHORT_PROMPT and _is_short(prompt.messages)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         return len(prompt) <= SHORT_CHAT and sum(map(_num_characters, prompt)) <= SHORT_PROMPT
     return not hasattr(prompt, "__len__") or len(prompt) <= SHORT_PROMPT

@@ -28,6 +28,7 @@ import msgspec
 
 from .capacity import Capacity
 from .config import EngineConfig
+from .conversation import Conversation
 from .errors import Problem
 from .ids import BlockId, CopyId, Epoch, RequestId, SequenceId, StepId
 from .sampling import FinishReason, SamplingParams
@@ -49,7 +50,7 @@ class Submit(Message, frozen=True):
 
     request_id: RequestId
     label: str
-    prompt: str | list[int] | list[dict[str, Any]]
+    prompt: str | list[int] | list[dict[str, Any]] | Conversation
     params: SamplingParams
     arrival_s: float
     priority: int = 0

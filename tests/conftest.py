@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import structlog
@@ -17,6 +18,9 @@ from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
 from repertory.tests.engine.stage import Stage
 from repertory.tests.tiny_model import make_tiny_model
 
+if TYPE_CHECKING:
+    from repertory.tests.http.served import Served
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell ignores interrupts for what it runs in the background, and so would every program that a test starts."""
 
@@ -24,6 +28,7 @@ gc.disable()
 """Until all tests are collected: on CPython 3.11 a collection in the middle of `ast.parse` can fail it (gh-106905)."""
 
 OpenStage = Callable[..., Awaitable[Stage]]
+OpenServed = Callable[..., Awaitable["Served"]]
 
 
 def pytest_collection_finish() -> None:
@@ -71,3 +76,18 @@ async def stage(paper_model: Path, log_lines: list[dict]) -> AsyncIterator[OpenS
         yield open_stage
     computing = [thread for thread in threading.enumerate() if thread.name == "repertory-compute"]
     assert not computing, f"{len(computing)} device threads left of {threading.active_count()} threads, {before} at first"
+
+
+@pytest.fixture
+async def served(stage: OpenStage) -> AsyncIterator[OpenServed]:
+    """Opens stages behind servers: `served(block_size=4, api_key="x", ...)`."""
+    from repertory.tests.http.served import Served  # late: most tests need no server and none of its imports
+
+    async with AsyncExitStack() as stack:
+
+        async def open_served(**settings: object) -> Served:
+            found = await Served(await stage(**settings)).opened()
+            stack.push_async_callback(found.close)
+            return found
+
+        yield open_served

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as TextTokenizer
 
 from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
+from ...protocol.conversation import Conversation
 from ...protocol.errors import EngineDrainingError, QueueFullError, UnsupportedError, ValidationError
 from ...protocol.ids import RequestId, show_request_id
 from ...protocol.messages import Abort, Admit, Submit, Tokenized
@@ -29,12 +30,13 @@ from ..frontend_half import FrontendHalf
 from ..observing.logs import logger
 from ..scheduling.limits import longest_sequence
 from ..scheduling.policies import load_policy
+from ..text.prompts import PromptReader
 from .beam_search import Search, run_search, sequences_of
 from .stream import Delivery, RequestStream
 
 Resolved = tuple[Tokenized, Admit]
 
-Prompt = str | list[int] | list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, Any]] | Conversation
 
 
 class EngineFace(ABC):
@@ -242,6 +244,11 @@ class EngineFace(ABC):
     def has_chat_template(self) -> bool:
         """Whether prompts may be chat messages."""
         return self._living().resolver.reader.supports_chat
+
+    @property
+    def prompt_reader(self) -> PromptReader:
+        """What turns prompts into ids, to be shared: it may be used in several threads at a time."""
+        return self._living().resolver.reader
 
     @property
     def tokenizer(self) -> TextTokenizer:

@@ -18,6 +18,7 @@ from anyio.from_thread import start_blocking_portal
 from tqdm import tqdm
 
 from ...protocol.config import EngineConfig
+from ...protocol.conversation import Conversation
 from ...protocol.errors import EngineDeadError, ValidationError, first_of, shorten
 from ...protocol.outputs import BeamSearchOutput, RequestOutput
 from ...protocol.sampling import BeamSearchParams, SamplingParams, check_beams
@@ -167,7 +168,7 @@ class _Meter:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, (str, Conversation)) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if prompts and isinstance(prompts[0], dict):
         raise ValidationError("chat messages go to LLM.chat", field="prompts")

@@ -246,6 +246,21 @@ EVENTS: Mapping[str, Event] = {
         "the event loop was blocked: tokens of all requests came late",
         {"lag_s": "how late the loop was, s", "hint": "what to do about it"},
     ),
+    "http.disconnected": Event(
+        "info",
+        "a client closed its connection before its answer was complete; the work for it is aborted",
+        {"label": _LABEL, "path": "what it had asked for"},
+    ),
+    "http.reader_stuck": Event(
+        "warning",
+        "a client took nothing of its answer for `max_pause_s`; its connection is broken off",
+        {"label": _LABEL, "waited_s": "how long it was waited for, s"},
+    ),
+    "http.failed": Event(
+        "error",
+        "a mistake of ours while answering a request, which fails alone",
+        {"label": _LABEL, "path": "what it had asked for", "reason": "the exception in words"},
+    ),
     "actor.failed": Event(
         "error", "an exception escaped an actor; its supervisor decides", {"reason": "the exception in words"}
     ),

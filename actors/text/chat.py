@@ -16,6 +16,14 @@ from ...protocol.errors import ConfigError, ModelLoadError, ValidationError, sho
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_RESERVED = frozenset(
+    [
+        *("conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
+        *("continue_final_message", "add_generation_prompt"),
+    ]
+)
+"""What the renderer itself takes: a request's variables may not stand in its place, its template least of all."""
+
 
 class ChatTemplate:
     """One template with the special tokens it may name. Safe to use from several threads."""
@@ -24,13 +32,23 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt's text, up to where the assistant speaks.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text, up to where the assistant speaks, or (without `add_generation_prompt`) the last message's end.
 
-        Raises `ValidationError` with the template's own message where it refuses the messages.
+        `template_kwargs` are further variables of the template. Raises `ValidationError` where one has a name that is
+        taken, and with the template's own message where it refuses the messages.
         """
+        if taken := _RESERVED & (template_kwargs or {}).keys():
+            raise ValidationError(f"chat_template_kwargs may not set {min(taken)}", field="chat_template_kwargs")
         try:
-            return self._render(messages)
+            return self._render(messages, tools, template_kwargs or {}, add_generation_prompt)
         except Exception as error:
             # A template is a program: what its expressions raise on these messages is theirs to mend.
             raise ValidationError(
@@ -40,16 +58,26 @@ class ChatTemplate:
     def warm(self) -> None:
         """Import the renderer and compile the template. Raises `ConfigError` where it is no valid Jinja."""
         try:
-            self._render([{"role": "user", "content": "hi"}])
+            self._render([{"role": "user", "content": "hi"}], None, {}, True)
         except Exception as error:
             # Any other refusal is about this one message: some templates want a system message first.
             if type(error).__name__ == "TemplateSyntaxError":
                 raise ConfigError(f"the chat template is not valid: {error}", key="chat_template") from error
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
         renderer = importlib.import_module("transformers.utils.chat_template_utils")
         rendered, _ = renderer.render_jinja_template(
-            conversations=[messages], chat_template=self._source, add_generation_prompt=True, **self._special_tokens
+            conversations=[messages],
+            tools=tools,
+            chat_template=self._source,
+            add_generation_prompt=add_generation_prompt,
+            **{**self._special_tokens, **template_kwargs},
         )
         return str(rendered[0])
 

@@ -11,11 +11,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
+from ...protocol.conversation import Conversation
 from ...protocol.errors import ModelLoadError, NeverFitsError, UnsupportedError, ValidationError, shorten
 from ...protocol.sampling import check_token_ids
 from .chat import checked_messages, load_chat_template
+from .weighing import weight_of
 
 
 class PromptReader:
@@ -29,7 +31,7 @@ class PromptReader:
     """
 
     def __init__(self, model_dir: str | Path, *, chat_template: str | None = None, max_model_len: int, vocab_size: int) -> None:
-        model_dir = Path(model_dir)
+        self.model_dir = model_dir = Path(model_dir)
         self.tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
         """The model's tokenizer, to be shared and not changed."""
         self._template = load_chat_template(model_dir, chat_template)
@@ -52,6 +54,11 @@ class PromptReader:
         """Whether the model has a chat template."""
         return self._template is not None
 
+    @property
+    def max_characters(self) -> int:
+        """A text with more characters does not fit, however it is tokenized."""
+        return self._max_characters
+
     def warm(self) -> None:
         """Do what the first chat would wait for. Slow: call it in a thread. Raises `ConfigError` for a bad template."""
         if self._template is not None:
@@ -65,42 +72,68 @@ class PromptReader:
         that is too long.
         """
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt, field="prompt", add_special_tokens=True)
+            return prompt, self._fitting(prompt, field="prompt", add_special_tokens=True)
+        if isinstance(prompt, Conversation):
+            text = self.render(prompt)
+            return text, self._fitting(text, field="messages", add_special_tokens=False)
         if not isinstance(prompt, (list, tuple)):
             raise ValidationError(
                 f"prompt must be text, a list of token ids or a list of messages, got {shorten(prompt)}", field="prompt"
             )
         if prompt and isinstance(prompt[0], dict):
-            text = self._render(list(prompt))
-            return text, self._encode(text, field="messages", add_special_tokens=False)
+            return self.read(Conversation(list(prompt)))
         self._check_fit(len(prompt), field="prompt")
         check_token_ids(prompt, field="prompt", vocab_size=self._vocab_size)
         return None, list(prompt)
 
-    def _render(self, messages: list[Any]) -> str:
+    def render(self, conversation: Conversation) -> str:
+        """A chat as the model reads it. Raises `ValidationError` naming "messages" or "chat_template_kwargs"."""
         if self._template is None:
             raise UnsupportedError(
                 "this model has no chat template: give its prompt as text, or set chat_template", field="messages"
             )
-        checked = checked_messages(messages)
+        if not conversation.messages:
+            raise ValidationError("messages is empty", field="messages")
+        checked = checked_messages(conversation.messages)
         self._check_characters(sum(len(message.get("content", "")) for message in checked), field="messages")
-        return self._template.render(checked)
+        # A template writes them in one go, with the interpreter's lock held.
+        beside = weight_of((conversation.tools, conversation.template_kwargs), most=self._max_characters)
+        self._check_characters(beside, field="tools")
+        return self._template.render(
+            checked,
+            tools=conversation.tools,
+            template_kwargs=conversation.template_kwargs,
+            add_generation_prompt=conversation.add_generation_prompt,
+        )
 
-    def _encode(self, text: str, *, field: str, add_special_tokens: bool) -> list[int]:
-        self._check_characters(len(text), field=field)
-        try:
-            encodings = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError:
-            # The tokenizer takes UTF-8, which has no lone surrogates ("\ud800" is legal JSON).
-            raise ValidationError(f"{field} is not valid Unicode text", field=field) from None
-        token_ids: list[int] = encodings[0].ids
-        self._check_fit(len(token_ids), field=field)
+    def _fitting(self, text: str, *, field: str, add_special_tokens: bool) -> list[int]:
+        encoding = self._encoding(text, field=field, add_special_tokens=add_special_tokens)
+        self._check_fit(len(encoding), field=field)  # before a list of millions is made, for nothing
+        token_ids: list[int] = encoding.ids
         if max(token_ids) >= self._vocab_size:
             raise ValidationError(
                 f"{field} contains the token {max(token_ids)}, which the model does not have (0 to {self._vocab_size - 1})",
                 field=field,
             )
         return token_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool, most: int) -> list[int]:
+        """The ids of a text, be they more than fit, `most` of them. Raises `NeverFitsError` where there are more or too
+        many characters, and `ValidationError` where it is no Unicode text; both name "prompt"."""
+        encoding = self._encoding(text, field="prompt", add_special_tokens=add_special_tokens)
+        if len(encoding) > most:
+            raise NeverFitsError(f"prompt has {len(encoding)} tokens: at most {most} are listed", field="prompt")
+        token_ids: list[int] = encoding.ids
+        return token_ids
+
+    def _encoding(self, text: str, *, field: str, add_special_tokens: bool) -> Encoding:
+        self._check_characters(len(text), field=field)
+        try:
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            # The tokenizer takes UTF-8, which has no lone surrogates ("\ud800" is legal JSON).
+            raise ValidationError(f"{field} is not valid Unicode text", field=field) from None
+        return encoding
 
     def _check_characters(self, num_characters: int, *, field: str) -> None:
         """Refuse before tokenizing what no tokenization can make fit: every token of it being the longest."""

@@ -1,0 +1,134 @@
+"""uvicorn as the server under the application: its settings, its connections with bounds, and a way to run it on this loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import anyio
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..face import EngineFace
+from .app import Application, make_app
+from .errors import HttpError
+from .sending import encode
+
+MAX_OVERHEAD_BYTES = 1 << 18
+"""What a request may send beside its body: head, trailers and the framing of chunks, beyond 8 bytes for each of its body."""
+KEEP_ALIVE_S = 60
+BACKLOG = 2048
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection that ends where its client sends heads without end, and that an application can break off.
+
+    The parser keeps a header until it is complete, however long it is. The application's way to break off is
+    `scope["extensions"]["repertory.hang_up"]["call"]`: closing would wait for a reader that does not read.
+    """
+
+    _overhead = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # asyncio does so only for sockets that were made with the protocol's number, which accepted ones inherit from
+            # their listener. Without it every answer's second piece waits 40 ms for the client to acknowledge the first.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """More from the client."""
+        self._overhead += len(data)
+        if self._overhead > MAX_OVERHEAD_BYTES:
+            self.send_400_response("The request's head is too large.")
+            return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._overhead = 0
+        self.scope["extensions"] = {"repertory.hang_up": {"call": self.transport.abort}}
+
+    def on_body(self, body: bytes) -> None:
+        """A part of its body."""
+        self._overhead -= 9 * len(body)
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in the shape of every error, and close."""
+        if self.transport.is_closing():
+            return
+        body = encode(HttpError(400, msg).body())
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+def server_config(app: Application, **settings: Any) -> uvicorn.Config:
+    """uvicorn's settings for `app`; `settings` are further ones of uvicorn's."""
+    defaults: dict[str, Any] = {
+        "http": BoundedConnection,
+        "ws": "none",
+        "loop": "asyncio",
+        "lifespan": "off",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "timeout_keep_alive": KEEP_ALIVE_S,
+        "backlog": BACKLOG,
+    }
+    return uvicorn.Config(app, **{**defaults, **settings})
+
+
+class _Server(uvicorn.Server):
+    """A server inside somebody's program: the signals are theirs. `started_event` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.started_event = anyio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.started_event.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serve_embedded(
+    engine: EngineFace,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    is_draining: Callable[[], bool] = lambda: False,
+    grace_s: float = 5.0,
+    send_buffer_bytes: int | None = None,
+) -> AsyncIterator[str]:
+    """Serve a started engine on this loop, for tests and notebooks; yields the URL. `port` 0 is any free one.
+
+    At the end no new connections are taken, and open ones have `grace_s` seconds. `send_buffer_bytes` bounds what the
+    kernel takes for a client that does not read; None is the system's choice.
+    """
+    listener = socket.create_server((host, port), backlog=BACKLOG)
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # accepted sockets inherit it
+    config = server_config(make_app(engine, is_draining=is_draining), timeout_graceful_shutdown=max(1, round(grace_s)))
+    server = _Server(config)
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.serve, [listener])
+            await server.started_event.wait()
+            try:
+                yield f"http://{host}:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+    finally:
+        listener.close()
