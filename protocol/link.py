@@ -24,6 +24,7 @@ from .outputs import EngineStats
 
 Incarnation = Annotated[int, Meta(ge=0, lt=2**31)]
 NumBytes = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Hello(Message, frozen=True):
@@ -79,7 +80,7 @@ class DrainAsked(Message, frozen=True):
     """Asks to refuse what is new and wait, `timeout_s` seconds at most (None: for ever), for what runs."""
 
     number: int
-    timeout_s: float | None
+    timeout_s: Seconds | None
 
 
 class StatsAnswer(Message, frozen=True):

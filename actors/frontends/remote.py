@@ -82,7 +82,6 @@ class RemoteEngine(EngineFace):
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._serve_cores, ready)
-                group.start_soon(watch_loop, LAG_HINT)
                 await stop.wait()
                 group.cancel_scope.cancel()
             self._end(EngineDeadError("the engine has been closed"))
@@ -124,6 +123,7 @@ class RemoteEngine(EngineFace):
         """Serve with this half until its core is lost; returns why."""
         async with anyio.create_task_group() as group:
             group.start_soon(half.run)
+            group.start_soon(watch_loop, LAG_HINT)
             self._half, self._link = half, link
             self._log.info("core.connected", endpoint=self.endpoint)
             if not ready.done():

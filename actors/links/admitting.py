@@ -18,6 +18,8 @@ from ...protocol.messages import Abort, Admit, Barred, Closed, Credit, Resend
 from ...protocol.sampling import check, check_token_ids
 
 MAX_INDEX = 1 << 16
+MAX_CHARACTERS = 16_384
+"""Of all a request says about itself besides its prompt and parameters."""
 MAX_ALTERNATIVES = 4096
 """Tokens that a beam may look at."""
 
@@ -56,6 +58,11 @@ def _check_admit(admit: Admit, incarnation: int, capacity: Capacity) -> None:
     barred = admit.barred or Barred()
     for token_ids in (barred.ends, *barred.bad_words):
         check_token_ids(token_ids, field="bad_words", vocab_size=vocab_size)
+    context = admit.trace_context or {}
+    if sum(map(len, [admit.label, admit.tenant or "", admit.cache_salt or "", *context, *context.values()])) > MAX_CHARACTERS:
+        raise ValidationError(
+            f"label, tenant, salt and trace context have more than {MAX_CHARACTERS} characters", field="label"
+        )
     if not math.isfinite(admit.arrival_s):
         raise ValidationError(f"an arrival at {admit.arrival_s}", field="arrival_s")
     if abs(admit.priority) >= 2**31:

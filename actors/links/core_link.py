@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 from anyio.abc import TaskGroup
 
-from ...protocol.errors import RequestError, problem_of
+from ...protocol.errors import RequestError, problem_of, shorten
 from ...protocol.ids import incarnation_of
 from ...protocol.link import Beat, Dismissed, Goodbye, Hello, Question, Welcome
 from ...protocol.messages import Admit, FrontendLost, Refused, TokensSampled
@@ -157,7 +157,7 @@ class CoreLink:
         if not isinstance(hello, Hello):
             reason = "it has no place here"
         elif hello.version != VERSION:
-            reason = f"it is version {hello.version}, the core {VERSION}"
+            reason = f"it is version {shorten(hello.version)}, the core {VERSION}"
         elif hello.incarnation in self._by_incarnation:
             reason = "another frontend has its incarnation"
         else:

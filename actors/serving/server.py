@@ -26,6 +26,7 @@ import anyio
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
+from ...protocol.link import without_secrets
 from ..observing.logs import logger
 from .child import Child
 from .lines import CoreOrders, Drain, FrontendOrders
@@ -60,7 +61,7 @@ class Server:
         descriptor = listener.fileno()
 
         def core() -> Child:
-            return Child("core host", core_command, CoreOrders(endpoint, config), patience_s=patience_s)
+            return Child("core host", core_command, CoreOrders(endpoint, without_secrets(config)), patience_s=patience_s)
 
         def frontend() -> Child:
             orders = FrontendOrders(endpoint, config, descriptor)

@@ -143,6 +143,8 @@ def absurd_admits() -> list[Admit]:
         admit(arrival_s=float("nan")),
         admit(arrival_s=float("-inf")),
         admit(priority=2**62),
+        admit(label="x" * 100_000),
+        admit(trace_context={"x" * 100_000: ""}),
         admit(follows=RequestId(5 << 32 | 1)),
     ]
 

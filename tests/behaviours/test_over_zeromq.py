@@ -85,7 +85,7 @@ async def test_27_a_huge_prompt_holds_up_nobody(open_core: OpenCore, prompt: Any
         assert not output.finished
     with pytest.raises(NeverFitsError):
         await huge
-    assert longest_s < 0.5, "the gaps of somebody else's tokens"
+    assert longest_s < 1.0, "the gaps of somebody else's tokens"
     await stream.aclose()
 
 

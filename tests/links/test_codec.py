@@ -149,6 +149,13 @@ def test_what_is_not_one_part_of_data_is_refused(parts: list[bytes]) -> None:
             decode(parts)
 
 
+@pytest.mark.parametrize("timeout_s", [math.nan, -1.0, "1"])
+def test_a_time_that_would_disturb_a_clock_is_no_message(timeout_s: object) -> None:
+    frame = msgspec.msgpack.encode([5, [["DrainAsked", 1, timeout_s]]])
+    with pytest.raises(BadFrame):
+        decode_from_frontend([frame])
+
+
 def test_neither_side_says_what_is_the_others_to_say() -> None:
     for message in (Welcome, TokensSampled, Dismissed):
         said = next(one for one in TO_FRONTEND if isinstance(one, message))

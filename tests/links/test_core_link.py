@@ -22,7 +22,7 @@ from repertory.protocol.capacity import Capacity
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.ids import RequestId
 from repertory.protocol.link import Beat, Dismissed, Goodbye, Hello, Welcome, without_secrets
-from repertory.protocol.messages import Abort, Admit, FrontendLost, TokensSampled
+from repertory.protocol.messages import Abort, Admit, Closed, FrontendLost, TokensSampled
 
 MAX_UNREAD = 20_000
 PATIENCE_S = 5.0
@@ -203,7 +203,7 @@ async def test_a_full_scheduler_delays_and_loses_nothing(core: Core, connect: Co
 async def test_much_that_was_read_is_reported_before_the_next_heartbeat(core: Core, connect: Connect) -> None:
     raw = await connect(1)
     await raw.hear(Beat)
-    long = Admit(raw.id_of(1), "x" * (REPORT_BYTES + 1), [5], SamplingParams(seed=1), 0.0)
+    long = Closed([raw.id_of(1)] * (REPORT_BYTES // 9 + 1))
     await raw.say(long)
     assert await core.next() == long
     assert (await raw.hear(Beat)).num_taken_bytes > REPORT_BYTES

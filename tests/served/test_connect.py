@@ -164,6 +164,32 @@ async def test_draining_has_a_deadline(open_core: OpenCore) -> None:
     await stream.aclose()
 
 
+async def test_an_actor_of_a_frontend_that_crashes_is_not_noticed(open_core: OpenCore, paper_model: Path) -> None:
+    core: Core = await open_core(max_num_seqs=8)
+    engine, other = await core.connect(), await core.connect()
+    requests = crowd(20)
+    expected = await alone(paper_model, requests, **SIMULATED)
+    half = engine._living()
+    crashes = iter([5, 17])
+    crash_at, num_calls = next(crashes), 0
+    really = half.detokenizer._handle
+
+    async def handle(message: Any) -> None:
+        nonlocal crash_at, num_calls
+        num_calls += 1
+        if num_calls == crash_at:
+            crash_at = next(crashes, 0)
+            raise ZeroDivisionError("in the detokenizer")
+        await really(message)
+
+    half.detokenizer._handle = handle  # type: ignore[method-assign]
+    tasks = begin(engine, requests[:10]), begin(other, requests[10:])
+    assert [*await results(tasks[0]), *await results(tasks[1])] == expected
+    assert crash_at == 0, "it has crashed twice"
+    assert await engine.audit() == []
+    assert await other.audit() == []
+
+
 async def test_the_prompt_and_its_ids_are_told(open_core: OpenCore) -> None:
     core: Core = await open_core()
     engine = await core.connect()

@@ -128,9 +128,9 @@ async def test_a_signal_finishes_what_runs_and_refuses_what_is_new(start_server:
                 process.send_signal(number)
             await server.event("serve.drain")
             async with asyncio.timeout(10):
-                while (refused := await server.generate(client, prompt_of(9), 5))[1] == "end length":
-                    pass
-            assert refused[1] == "status 503"
+                # One frontend may have heard of it before the other: then it is the core that refuses.
+                while (end := (await server.generate(client, prompt_of(9), 5))[1]) != "status 503":
+                    assert end in ("end length", "error EngineDrainingError")
             await held.aclose()
         assert [last for _, last in await asyncio.gather(*running)] == ["end length"] * 4
     assert await server.ended() == 0
