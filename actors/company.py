@@ -34,6 +34,7 @@ from .devices.keeper import DeviceKeeper
 from .frontends.dispatcher import Dispatcher
 from .loop_lag import watch_loop
 from .mailbox import Mailbox
+from .observing.recorder import Recorder
 from .resolving import Resolver
 from .scheduler import Scheduler, SchedulerInbox
 from .scheduling.core import SchedulerCore
@@ -52,6 +53,7 @@ class Company:
     def __init__(self, keeper: DeviceKeeper, capacity: Capacity, resolver: Resolver, config: EngineConfig) -> None:
         # What can fail comes first: nothing has to be closed then.
         core = SchedulerCore(config, capacity, epoch=keeper.epoch)
+        self.recorder = None if config.trace_file is None else Recorder(core, config)
         bound = config.max_num_queued + config.running_limit + SPARE_ROOM
         self.keeper = keeper
         self.capacity = capacity
@@ -70,6 +72,7 @@ class Company:
             device=keeper.send,
             detokenizer=samples,
             on_culprit=keeper.on_progress,
+            recorder=self.recorder,
         )
         self.detokenizer = Detokenizer(resolver.reader.tokenizer, inbox=samples, frontend=texts, scheduler=scheduler_inbox)
         self._is_closed = False
@@ -101,10 +104,12 @@ class Company:
             actors.start_soon(watch_loop)
 
     def close(self) -> None:
-        """Close the mailboxes."""
+        """Close the mailboxes, and the trace if there is one."""
         self._is_closed = True
         for mailbox in self._mailboxes:
             mailbox.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     @property
     def is_idle(self) -> bool:

@@ -22,7 +22,6 @@ def check_buildable(config: EngineConfig) -> None:
         ("quantization", None),
         ("kv_cache_dtype", "auto"),
         ("speculative_window", 0),
-        ("trace_file", None),
     ):
         if getattr(config, key) != default:
             raise ConfigError(f"{key}: {getattr(config, key)!r} is not supported by this version", key=key)

@@ -27,6 +27,7 @@ from ..protocol.messages import (
 )
 from .mailbox import Mailbox
 from .observing.logs import logger
+from .observing.recorder import Recorder
 from .scheduling.core import SchedulerCore
 from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
 
@@ -49,6 +50,7 @@ class Scheduler:
         device: SendToDevice,
         detokenizer: Mailbox[TokensSampled | Refused],
         on_culprit: Callable[[], None],
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
@@ -56,6 +58,7 @@ class Scheduler:
         self._device = device
         self._detokenizer = detokenizer
         self._on_culprit = on_culprit
+        self._recorder = recorder
         self._clock = clock
         self._log = logger("scheduler")
 
@@ -67,9 +70,12 @@ class Scheduler:
             for message in batch:
                 self._handle(message, now)
             self.send_steps()
-            for output in self.core.take_outputs(now):
+            outputs, reports = self.core.take_outputs(now), self.core.take_reports()
+            if self._recorder is not None:
+                self._recorder.told(outputs, reports, now)
+            for output in outputs:
                 await self._send_on(output)
-            for report in self.core.take_reports():
+            for report in reports:
                 self._write_down(report)
 
     def send_steps(self) -> None:
@@ -82,9 +88,12 @@ class Scheduler:
             if step is not None:
                 self._device(step, self.core.predicted_s(step))
             self._send_copies(after)
+            plan_s = self._clock() - began
+            if self._recorder is not None:
+                self._recorder.planned(began, step, [*before, *after], plan_s)
             if step is None:
                 return
-            self.core.pacer.on_planned(self._clock() - began)
+            self.core.pacer.on_planned(plan_s)
             self._log.debug(
                 "scheduler.step",
                 step_id=step.step_id,
@@ -95,6 +104,18 @@ class Scheduler:
                 num_preempted=len(self.core.queues.recovery),
                 num_free_blocks=self.core.cache.pool.num_free,
             )
+
+    def reset_cache(self) -> None:
+        """Forget every cached prefix that nobody holds."""
+        self.core.on_reset()
+        if self._recorder is not None:
+            self._recorder.was_reset()
+
+    def drain(self) -> None:
+        """Take no new requests from here on."""
+        self.core.draining = True
+        if self._recorder is not None:
+            self._recorder.was_drained()
 
     def _send_copies(self, copies: Iterable[CopyBlocks]) -> None:
         for copy in copies:
@@ -127,6 +148,8 @@ class Scheduler:
                     self._on_culprit()
             case DeviceReady():
                 self.core.on_device_ready(message)
+        if self._recorder is not None:
+            self._recorder.received(message, now)
 
     def _admit(self, message: Admit, now: float) -> None:
         try:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class CopyJob:
     """One copy: `sources[i]` goes to `targets[i]` of the other tier.
 
-    `nodes` are the runs that have blocks of it in `job_in` or `job_out`; a run that is split or dropped meanwhile
+    `nodes` are the runs that have blocks of it in `job_in` or `job_out`, as the keys of a dictionary, because what is
+    freed or refreshed in their order must come out alike in every run; a run that is split or dropped meanwhile
     puts its parts in and takes itself out. A copy in holds a lock on `anchor`, the deepest of them, so that what is
     on its way has a place to arrive at; without an anchor nobody wants it any more. `waiting` cannot
     run before it has ended.
@@ -30,7 +31,7 @@ class CopyJob:
         self.sources = sources
         self.targets = targets
         self.after = Fences()
-        self.nodes: set[Node] = set()
+        self.nodes: dict[Node, None] = {}
         self.anchor: Node | None = None
         self.waiting: list[Holding] = []
 

@@ -197,7 +197,7 @@ class HostTier:
             node.host_blocks += targets[used : used + count]
             node.num_out = count
             node.job_out = job
-            job.nodes.add(node)
+            job.nodes[node] = None
             used += count
             self.refresh(node)
         self._mark(job)
@@ -226,7 +226,7 @@ class HostTier:
             step.blocks += blocks
             step.num_in = count
             step.job_in = job
-            job.nodes.add(step)
+            job.nodes[step] = None
             self.refresh(step)
         job.anchor = node
         self.tree.lock_path(node)
@@ -240,12 +240,12 @@ class HostTier:
         """
         nodes = [node for node in job.nodes if top is None or node.start >= top.start]
         for node in nodes:
+            del job.nodes[node]
             freed = node.blocks[node.num_ready :]
             del node.blocks[node.num_ready :]
             node.num_in, node.job_in = 0, None
             self.tree.pool.free_from_tree(freed[::-1], node.used_in)
             self.refresh(node)
-        job.nodes.difference_update(nodes)
         anchor, job.anchor = job.anchor, None
         if job.nodes and top is not None and top.parent is not None:
             job.anchor = top.parent
@@ -367,16 +367,16 @@ class HostTier:
         if job is None:
             return None
         if num_upper:
-            job.nodes.add(upper)
+            job.nodes[upper] = None
         if not num_lower:
-            job.nodes.discard(lower)
+            job.nodes.pop(lower, None)
         return job if num_upper else None
 
     def forget(self, node: Node) -> None:
         """`node` leaves the tree: free its host blocks, under their fences."""
         for job in (node.job_in, node.job_out):
             if job is not None:
-                job.nodes.discard(node)
+                job.nodes.pop(node, None)
         node.job_in = node.job_out = None
         node.num_in = node.num_out = 0
         blocks, node.host_blocks = node.host_blocks, []

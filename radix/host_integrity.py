@@ -41,7 +41,7 @@ def _job_problems(jobs: Sequence[CopyJob], nodes: Sequence[Node]) -> list[str]:
     found = []
     for job in jobs:
         concerned = {node for node in nodes if (node.job_in if job.direction == "in" else node.job_out) is job}
-        if concerned != job.nodes:
+        if concerned != set(job.nodes):
             found.append(f"copy {job.direction} {job.copy_id}: lists {len(job.nodes)} nodes, {len(concerned)} name it")
         if job.direction == "in" and (job.anchor is None) != (not job.nodes):
             found.append(f"copy in {job.copy_id}: {len(job.nodes)} nodes, {'no' if job.anchor is None else 'an'} anchor")

@@ -57,6 +57,7 @@ class PrefixTree(Lookup):
         super().__init__(block_size)
         self.pool = pool
         self.num_evictable = 0
+        self.num_evicted = 0  # device blocks taken from the cache so far
         self.ring = Ring()
         self.host: HostTier | None = None
         self._roots: dict[Hashable, Root] = {}
@@ -222,6 +223,7 @@ class PrefixTree(Lookup):
         freed = 0
         while freed < count and (node := self.ring.oldest()) is not None:
             freed += self._evict_tail(node, count - freed)
+        self.num_evicted += freed
         return freed
 
     def _evict_tail(self, node: Node, count: int) -> int:

@@ -13,6 +13,7 @@ from cyclopts import App
 VERBS = {
     "generate": ("generate:generate", "Generate text for one prompt or many."),
     "chat": ("chat:chat", "Talk to a model in the terminal."),
+    "simulate": ("simulate:simulate", "Replay a recorded run, or try another policy on it, without a device."),
     "bench": ("bench:bench", "Measure this engine, or any OpenAI-compatible server."),
 }
 """Verb -> (module in this folder:function, the line in `repertory --help`)."""

@@ -29,7 +29,7 @@ GROUPS = {
     ),
     "Supervision": ("heartbeat_timeout_s", "max_restarts", "restart_window_s"),
     "Serving": ("served_model_name", "host", "port", "api_key", "frontends"),
-    "Observing": ("log_format", "log_level", "trace_file"),
+    "Observing": ("log_format", "log_level", "trace_file", "trace_content"),
 }  # fmt: skip
 """Heading in the help -> settings. A setting that no heading names comes under `OTHERS`."""
 

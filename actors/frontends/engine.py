@@ -358,7 +358,7 @@ class Engine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running request holds."""
-        self._living().scheduler.core.on_reset()
+        self._living().scheduler.reset_cache()
 
     async def check_health(self) -> None:
         """Raise `EngineDeadError` unless the engine serves."""
@@ -370,7 +370,7 @@ class Engine:
         Raises `EngineDeadError` when the engine stops meanwhile.
         """
         company = self._living()
-        company.scheduler.core.draining = True
+        company.scheduler.drain()
         settled = await company.settle(float("inf") if timeout_s is None else timeout_s)
         self._living()
         return settled

@@ -134,6 +134,11 @@ EVENTS: Mapping[str, Event] = {
         "a request gave its blocks up because its reader is `credit_window` tokens behind",
         {"request_id": "the one that waits for its reader", "num_output_tokens": "tokens generated so far, count"},
     ),
+    "trace.stopped": Event(
+        "error",
+        "the trace could not be written on; the engine goes on without it",
+        {"path": "the file, as far as it was written", "reason": "what kept it"},
+    ),
     "device.lost": Event(
         "error",
         "the device is gone; every request goes on from its token log",

@@ -64,6 +64,7 @@ from .reports import Report
 from .request import Request
 from .sequence import Sequence, State
 from .sharing import SharedGroups
+from .step_time import Load
 from .table import RequestTable
 from .telling import Sampled, Telling
 
@@ -255,6 +256,10 @@ class SchedulerCore:
         """How long a step in flight should take."""
         draft = self._steps.get(step.step_id)
         return None if draft is None else self.pacer.model.predict(draft.load)
+
+    def load_of(self, step: RunStep) -> Load:
+        """What a step in flight computes."""
+        return self._steps[step.step_id].load
 
     def predicted_copy_s(self, copy: CopyBlocks) -> float:
         """How long a copy should take once it can begin."""

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from ...protocol.messages import CopyBlocks, RunStep
 from ..scheduling.step_time import attended
+
+
+class Latency(Protocol):
+    """Anything that tells durations in seconds."""
+
+    def of_step(self, step: RunStep) -> float:
+        """Seconds of `step` once it has begun."""
+        ...
+
+    def of_copy(self, copy: CopyBlocks, block_bytes: int) -> float:
+        """Seconds of `copy` once it has begun."""
+        ...
 
 
 class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +41,11 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds of `step` once it has begun."""
         num_prefilled = sum(count for count in step.num_tokens if count > 1)
         pairs = sum(attended(start, count) for start, count in zip(step.starts, step.num_tokens, strict=True))
-        return self.step_s + self.token_s * num_prefilled + self.attended_s * pairs + self.row_s * len(step.seq_ids)
+        return self.of_load(num_prefilled, pairs, len(step.seq_ids))
+
+    def of_load(self, num_prefill_tokens: int, num_attended: int, num_rows: int) -> float:
+        """Seconds of a step with this load."""
+        return self.step_s + self.token_s * num_prefill_tokens + self.attended_s * num_attended + self.row_s * num_rows
 
     def of_copy(self, copy: CopyBlocks, block_bytes: int) -> float:
         """Seconds of `copy` once it has begun."""

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...gpu.simulated import SimulatedExecutor
+from ...gpu.executor import Executor
 from ...protocol.config import EngineConfig
 from ...protocol.ids import Epoch, RequestId
 from ...protocol.messages import Admit, CopyBlocks, Fences, RunStep, TokensSampled
 from ..scheduling.core import SchedulerCore
 from ..scheduling.reports import Report
-from .latency import LatencyModel
+from .latency import Latency
 
 Operation = RunStep | CopyBlocks
 
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 class VirtualDevice:
     """Three servers - steps, copies out, copies in - that begin an operation when the last one and its fences have ended."""
 
-    def __init__(self, executor: SimulatedExecutor, latency: LatencyModel) -> None:
+    def __init__(self, executor: Executor, latency: Latency) -> None:
         self.executor = executor
         self.latency = latency
         self._ends: dict[tuple[str, int], float] = {}
@@ -76,7 +76,7 @@ class _Event:
 class VirtualRun:
     """`arrivals` meet a scheduler and a device; `go` runs until all have ended."""
 
-    def __init__(self, config: EngineConfig, executor: SimulatedExecutor, latency: LatencyModel) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, latency: Latency) -> None:
         self.device = VirtualDevice(executor, latency)
         self.core = SchedulerCore(config, executor.capacity, epoch=Epoch(1))
         self.now = 0.0
@@ -91,10 +91,11 @@ class VirtualRun:
 
     def go(self, arrivals: Iterable[Admit]) -> None:
         """Serve `arrivals`, ordered by `arrival_s`, to the end of the last."""
-        waiting = list(arrivals)[::-1]
-        while waiting or self._events or self.core.num_live:
+        coming = iter(arrivals)
+        waiting = next(coming, None)
+        while waiting is not None or self._events or self.core.num_live:
             self._plan()
-            upcoming = [waiting[-1].arrival_s] if waiting else []
+            upcoming = [waiting.arrival_s] if waiting is not None else []
             upcoming += [self._events[0].at] if self._events else []
             wakeup = self.core.next_wakeup()
             upcoming += [wakeup] if wakeup is not None else []
@@ -102,8 +103,9 @@ class VirtualRun:
             self._pass(max(self.now, min(upcoming)))
             while self._events and self._events[0].at <= self.now:
                 self._answer(heapq.heappop(self._events))
-            while waiting and waiting[-1].arrival_s <= self.now:
-                self.core.on_admit(waiting.pop(), self.now)
+            while waiting is not None and waiting.arrival_s <= self.now:
+                self.core.on_admit(waiting, self.now)
+                waiting = next(coming, None)
             self._listen()
 
     def _pass(self, until: float) -> None:

@@ -99,8 +99,8 @@ def latencies_ms(timelines: Iterable[Timeline]) -> dict[str, list[float]]:
     return {name: [1e3 * value for value in values] for name, values in seconds.items()}
 
 
-def parse_objectives(words: Iterable[str]) -> dict[str, float]:
-    """`["ttft:200", "tpot:50"]` as milliseconds by name. Raises `ValidationError` for any other form."""
+def parse_objectives(words: Iterable[str], names: Sequence[str] = OBJECTIVES) -> dict[str, float]:
+    """`["ttft:200", "tpot:50"]` as milliseconds by name. Raises `ValidationError` for any other form, or name."""
     objectives: dict[str, float] = {}
     for word in words:
         name, _, number = word.partition(":")
@@ -108,9 +108,9 @@ def parse_objectives(words: Iterable[str]) -> dict[str, float]:
             limit_ms = float(number)
         except ValueError:
             limit_ms = math.nan
-        if name not in OBJECTIVES or not 0 < limit_ms < math.inf or name in objectives:
+        if name not in names or not 0 < limit_ms < math.inf or name in objectives:
             raise ValidationError(
-                f"--goodput: {shorten(word)} is not allowed; expected NAME:MILLISECONDS, once each of {', '.join(OBJECTIVES)}",
+                f"--goodput: {shorten(word)} is not allowed; expected NAME:MILLISECONDS, once each of {', '.join(names)}",
                 field="goodput",
                 value=word,
             )
@@ -119,10 +119,15 @@ def parse_objectives(words: Iterable[str]) -> dict[str, float]:
 
 
 def num_good(timelines: Iterable[Timeline], objectives_ms: Mapping[str, float]) -> int:
-    """How many requests completed within every objective. A request of one token has a TPOT of 0."""
+    """How many requests completed within every objective. A request of one token has a TPOT of 0, and an ITL of 0.
+
+    The ITL of a request is the 99th percentile of its gaps.
+    """
 
     def is_good(timeline: Timeline) -> bool:
         found_s = {"ttft": timeline.ttft_s, "tpot": timeline.tpot_s or 0.0, "e2el": timeline.e2el_s}
+        if "itl" in objectives_ms:
+            found_s["itl"] = percentile(timeline.gaps_s or [0.0], 0.99)
         return all(1e3 * found_s[name] <= limit_ms for name, limit_ms in objectives_ms.items())
 
     return sum(timeline.completed and is_good(timeline) for timeline in timelines)

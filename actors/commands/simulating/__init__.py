@@ -1,0 +1,1 @@
+"""What `repertory simulate` is made of: where its requests come from, its table, its picture."""
