@@ -120,7 +120,7 @@ def _request(request: RequestSeen, track: int, names: Mapping[RequestId, str]) -
         "output_tokens": request.num_output_tokens,
         "stalled_by": words.blame(request, names),
     }
-    yield _slice(request.name, "request", REQUESTS, track, start_s, start_s + request.e2e_s, facts)
+    yield _slice(names[request.request_id], "request", REQUESTS, track, start_s, start_s + request.e2e_s, facts)
     for leg in request.journey.legs:
         yield _leg(leg, track, start_s)
     for mark in request.marks:

@@ -64,6 +64,15 @@ class Browser:
             self.close()
             raise
 
+    def start_over(self) -> None:
+        """As after the start: nothing open, nothing said, a window of 1280 by 900 in light colours."""
+        self._send("Page.navigate", url="about:blank")
+        self.resize(1280, 900)
+        self.prefer("light")
+        self.wait_until("document.readyState === 'complete' && location.href === 'about:blank'")
+        self.complaints.clear()
+        self.requested.clear()
+
     def goto(self, path: Path) -> None:
         """Open a file and wait until it is loaded."""
         self._send("Page.navigate", url=path.as_uri())
@@ -140,7 +149,6 @@ class Browser:
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
-        self.resize(1280, 900)
 
     def _send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""

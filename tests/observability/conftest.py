@@ -55,12 +55,19 @@ def log_lines_file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    """A headless browser; the test is skipped where none is installed."""
+@pytest.fixture(scope="module")
+def running_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A headless browser; tests are skipped where none is installed."""
     path = find_chromium()
     if path is None:
         pytest.skip("no Chromium here: apt-get install chromium, or name one in REPERTORY_CHROMIUM")
-    started = Browser(path, tmp_path)
+    started = Browser(path, tmp_path_factory.mktemp("chromium"))
     yield started
     started.close()
+
+
+@pytest.fixture
+def browser(running_browser: Browser) -> Browser:
+    """The browser as it was at first."""
+    running_browser.start_over()
+    return running_browser

@@ -11,6 +11,8 @@ from repertory.actors.observing.runs.of_logs import read_run as read_logs
 from repertory.actors.observing.runs.of_trace import read_run
 from repertory.protocol import trace
 from repertory.protocol.errors import ValidationError
+from repertory.protocol.ids import RequestId
+from repertory.protocol.journey import Journey
 from repertory.tests.observability.written import WrittenTrace, pressed, request_id
 
 
@@ -137,7 +139,7 @@ def test_a_request_of_several_sequences_ends_with_its_last_one():
 
 def test_an_account_of_a_request_that_the_trace_never_saw_arrive_is_taken():
     run = run_of(WrittenTrace().travelled(9, 0.1, [("tokenise", 0.4)], reason="abort", label=""))
-    assert (run.requests[0].name, run.requests[0].reason) == ("4c8e288b-9", "abort")
+    assert (list(run.names().values()), run.requests[0].reason) == (["r9"], "abort")
 
 
 def test_steps_on_the_device_never_overlap_though_clocks_are_read_on_both_sides():
@@ -160,7 +162,22 @@ def test_bins_share_a_step_that_reaches_over_their_border():
 
 def test_names_that_repeat_are_told_apart_by_ids():
     written = WrittenTrace().arrived(1, 0.0, label="same").arrived(2, 0.1, label="same").arrived(3, 0.2, label="")
-    assert list(run_of(written).names().values()) == ["same (4c8e288b-1)", "same (4c8e288b-2)", "4c8e288b-3"]
+    assert list(run_of(written).names().values()) == ["same (4c8e288b-1)", "same (4c8e288b-2)", "r3"]
+
+
+def test_without_labels_requests_of_one_frontend_have_short_names():
+    written = (
+        WrittenTrace().travelled(1, 0.0, [("queue", 0.1)], label="4c8e288b-1").travelled(2, 0.0, [("queue", 0.1)], label="")
+    )
+    assert list(run_of(written).names().values()) == ["r1", "r2"]
+    other = RequestId(7 << 32 | 5)
+    written.add(trace.Travelled, 1, request_id=other, label="", arrival_s=5000.0, reason="stop", journey=Journey([]))
+    assert set(run_of(written).names().values()) == {"4c8e288b-1", "4c8e288b-2", "00000007-5"}
+
+
+def test_a_label_that_looks_like_a_short_name_is_told_apart():
+    written = WrittenTrace().travelled(1, 0.0, [("queue", 0.1)], label="").travelled(2, 0.0, [("queue", 0.1)], label="r1")
+    assert list(run_of(written).names().values()) == ["r1 (4c8e288b-1)", "r1 (4c8e288b-2)"]
 
 
 @pytest.mark.parametrize("wanted", ["job-3", "4c8e288b-3", str(request_id(3)), "3", "r3"])

@@ -17,7 +17,7 @@ LEAST_BAR, OTHER_COLUMNS = 20, 44
 def print_waterfall(run: Run, request: RequestSeen, out: Console) -> None:
     """Print everything that is known of `request`."""
     names = run.names()
-    out.print(Text(safe(_headline(request)), style="bold"))
+    out.print(Text(safe(_headline(request, names[request.request_id])), style="bold"))
     out.print(_tokens(request))
     if not request.journey.legs:
         out.print("nothing is known of its way")
@@ -63,8 +63,8 @@ def as_json(run: Run, request: RequestSeen) -> dict[str, object]:
     }
 
 
-def _headline(request: RequestSeen) -> str:
-    name = request.name if request.name == request.shown_id else f"{request.name} ({request.shown_id})"
+def _headline(request: RequestSeen, name: str) -> str:
+    name = name if request.shown_id in name else f"{name} ({request.shown_id})"
     ended = {"unknown": "its end is not there", "refused": "refused"}.get(request.reason, f"ended by {request.reason}")
     first = "" if request.ttft_s is None else f", first token after {duration(request.ttft_s)}"
     return f"{name}: {duration(request.e2e_s)}{first}, {ended}"

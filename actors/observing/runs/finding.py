@@ -33,8 +33,8 @@ def _unknown(run: Run, wanted: str) -> str:
     begins = islice((name for name in known if wanted and name.startswith(wanted)), MOST_CLOSE)
     close = list(dict.fromkeys([*begins, *difflib.get_close_matches(wanted, known, n=MOST_CLOSE, cutoff=0.5)]))[:MOST_CLOSE]
     if not close:
+        names = run.names()
         slowest = sorted(run.requests, key=lambda request: -request.e2e_s)[:MOST_CLOSE]
-        return (
-            f"no request {wanted!r} among the {len(run.requests):,}; the slowest are {', '.join(one.name for one in slowest)}"
-        )
+        shown = ", ".join(names[one.request_id] for one in slowest)
+        return f"no request {wanted!r} among the {len(run.requests):,}; the slowest are {shown}"
     return f"no request {wanted!r} among the {len(run.requests):,}; close to it: {', '.join(close)}"

@@ -31,5 +31,5 @@ def _read(lines: Iterable[bytes], name: str) -> Run:
     first = next(lines, None)
     if first is None:
         raise ValidationError(f"{name}: there is nothing in it", field="file", value=name)
-    reader = of_trace if is_trace(first) else of_logs
-    return reader.read_run(itertools.chain([first], lines), name)
+    lines = itertools.chain([first], lines)
+    return of_trace.read_run(lines, name) if is_trace(first) else of_logs.read_run(lines, name)

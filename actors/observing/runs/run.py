@@ -5,6 +5,8 @@ Times are seconds since the run's first record (`Run.wall_s` is when that was), 
 
 from __future__ import annotations
 
+from collections import Counter
+from operator import itemgetter
 from typing import Literal
 
 import msgspec
@@ -54,15 +56,10 @@ class RequestSeen(msgspec.Struct, kw_only=True):
         return show_request_id(self.request_id)
 
     @property
-    def name(self) -> str:
-        """What people call it: its label, else its id."""
-        return self.label or self.shown_id
-
-    @property
     def dominating(self) -> Stage | None:
         """The stage that held it longest."""
         seconds = self.journey.seconds()
-        return max(seconds, key=lambda stage: seconds[stage]) if seconds else None
+        return max(seconds.items(), key=itemgetter(1))[0] if seconds else None
 
 
 class StepSeen(msgspec.Struct, frozen=True, gc=False):
@@ -136,11 +133,18 @@ class Run(msgspec.Struct, kw_only=True):
     notes: list[str] = []
 
     def names(self) -> dict[RequestId, str]:
-        """What each request is called. One whose label others have too is told apart by its id."""
-        count: dict[str, int] = {}
+        """What each request is called: its label; without one its id, short where all are of one frontend (r17 is x-17).
+
+        Where several would be called alike, their ids are added.
+        """
+        is_alone = len({request.shown_id.partition("-")[0] for request in self.requests}) == 1
+        found = {request.request_id: request.label for request in self.requests}
         for request in self.requests:
-            count[request.name] = count.get(request.name, 0) + 1
+            if request.label in ("", request.shown_id):
+                found[request.request_id] = f"r{request.shown_id.partition('-')[2]}" if is_alone else request.shown_id
+        count = Counter(found.values())
         return {
-            request.request_id: request.name if count[request.name] == 1 else f"{request.name} ({request.shown_id})"
+            request.request_id: name if count[name] == 1 else f"{name} ({request.shown_id})"
             for request in self.requests
+            for name in [found[request.request_id]]
         }
