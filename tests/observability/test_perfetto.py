@@ -41,7 +41,7 @@ def assert_well_formed(found):
         assert event.keys() == NEEDED[event["ph"]] | {"ph"}
     times = [event["ts"] for event in found if event["ph"] != "M"]
     assert times == sorted(times)
-    assert times[:1] >= [0.0]
+    assert all(at >= 0.0 for at in times)
     for slices in by_track(found).values():
         ends = []
         for event in slices:

@@ -6,12 +6,16 @@ import html.parser
 import json
 import re
 import time
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
 
 from repertory.actors.observing.report.build import build
 from repertory.actors.observing.report.contents import contents
 from repertory.actors.observing.runs.of_trace import read_run
 from repertory.tests.observability.written import WrittenTrace, pressed
 
+ROOT = Path(__file__).resolve().parents[2]
 ATTACK = "</script><script>window.attacked = 1</script><img src=x onerror=attacked()><!-- {{program}}"
 
 
@@ -90,6 +94,14 @@ def test_words_of_others_stay_words():
 def test_the_page_is_text_that_utf8_can_hold_whatever_the_label():
     page = build(run_of(WrittenTrace().arrived(1, 0.0, label="\u2028 é 漢 \x00 \U0001f600")))
     assert embedded(page.encode().decode())["requests"][0]["name"] == "\u2028 é 漢 \x00 \U0001f600"
+
+
+def test_every_part_of_the_page_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["repertory.actors.observing.report"]
+    parts = [path.name for path in (ROOT / "actors/observing/report").iterdir() if path.suffix not in (".py", "")]
+    assert {"page.html", "page.css", "page.js"} < set(parts)
+    assert [name for name in parts if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
 def test_ids_are_words_since_they_have_more_bits_than_a_number():

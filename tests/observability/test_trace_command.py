@@ -1,6 +1,7 @@
 """`repertory trace FILE ...`: what a person at a terminal gets, and what a program does."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -147,6 +148,24 @@ def test_a_label_cannot_write_to_the_terminal_what_a_terminal_obeys(trace_comman
         said = trace_command(file, *view)
         assert "\x1b" not in said.out and "\x07" not in said.out
         assert "?[31mred?[bold]x[/bold]" in said.out
+
+
+def test_a_label_without_end_leaves_room_for_the_rest(trace_command, tmp_path):
+    written = WrittenTrace().travelled(1, 0.0, [("queue", 0.1)], label="x" * 500)
+    file = written.travelled(2, 0.0, [("decode", 0.3, 0.1)], stalled_by=[(1, 0.1)], label="漢字" * 90).write(tmp_path / "t")
+    out = trace_command(file).out
+    assert "300 ms" in out and "100 ms" in out and max(map(len, out.splitlines())) <= 120
+    assert f"stalled 100 ms by the prefill of {'x' * 27}... (100 ms)" in trace_command(file, "show", "2").out
+    assert words_of(trace_command(file, "show", "1")).startswith("xxx")
+
+
+def test_a_terminal_without_the_characters_gets_others(tmp_path):
+    file = WrittenTrace().travelled(1, 0.0, [("decode", 0.3, 0.1)], label="漢字").write(tmp_path / "t")
+    command = [sys.executable, "-m", "repertory", "trace", str(file), "show", "1"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert done.stdout.startswith(b"?? (4c8e288b-1): 300 ms")
+    assert b"==~~" in done.stdout
 
 
 def test_several_requests_with_one_label_are_all_named(trace_command, tmp_path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 
+from ....protocol.ids import RequestId
+from ...observing.runs.run import Run
+
 NO_TERMINAL_WIDTH = 120
+MOST_NAME = 30
 
 STYLES = {
     "tokenise": "cyan",
@@ -28,7 +33,9 @@ STYLES = {
 
 
 def console(out: TextIO) -> Console:
-    """One as wide as the terminal, or wide enough where `out` is none."""
+    """One as wide as the terminal, or wide enough where `out` is none. What its encoding lacks becomes a question mark."""
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")
     return Console(file=out, width=None if out.isatty() else NO_TERMINAL_WIDTH, highlight=False, markup=False, emoji=False)
 
 
@@ -43,6 +50,12 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 def safe(words: str) -> str:
     """Without characters that a terminal would obey: labels are anybody's."""
     return "".join(letter if letter.isprintable() else "?" for letter in words)
+
+
+def short_names(run: Run) -> dict[RequestId, str]:
+    """What requests are called, fit for a column: safe, and of `MOST_NAME` characters at most."""
+    names = {request_id: safe(name) for request_id, name in run.names().items()}
+    return {request_id: name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..." for request_id, name in names.items()}
 
 
 def level(share: float, width: int, *, ascii_only: bool = False) -> str:

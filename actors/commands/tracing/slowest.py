@@ -9,7 +9,7 @@ from ....protocol.journey import STAGES
 from ...observing.runs import words
 from ...observing.runs.run import RequestSeen, Run
 from ...observing.runs.words import duration
-from .screen import STYLES, plain_table, safe
+from .screen import STYLES, plain_table, short_names
 
 
 def slowest(run: Run, by: str, most: int) -> list[RequestSeen]:
@@ -52,12 +52,12 @@ def print_slowest(run: Run, found: list[RequestSeen], by: str, out: Console) -> 
     ]
     shown = plain_table(*header, right=("e2e", "ttft", stage or "", "prompt", "cached", "output"))
     shown.columns[-1].no_wrap = False
-    names = run.names()
+    names = short_names(run)
     for request in found:
         held = stage or request.dominating
         seconds = request.journey.seconds().get(held, 0.0) if held else 0.0
         shown.add_row(
-            Text(safe(names[request.request_id])),
+            Text(names[request.request_id]),
             duration(request.e2e_s),
             "-" if request.ttft_s is None else duration(request.ttft_s),
             *([duration(seconds)] if stage else []),
@@ -67,6 +67,6 @@ def print_slowest(run: Run, found: list[RequestSeen], by: str, out: Console) -> 
             request.reason,
             Text(held or "-", style=STYLES.get(held or "", "")),
             f"{seconds / request.e2e_s:.0%}" if request.e2e_s else "-",
-            Text(safe(words.cause(run, request, held, names)) if held else ""),
+            Text(words.cause(run, request, held, names) if held else ""),
         )
     out.print(shown)

@@ -9,15 +9,15 @@ from ....protocol.ids import show_request_id
 from ...observing.runs import words
 from ...observing.runs.run import RequestSeen, Run
 from ...observing.runs.words import duration
-from .screen import STYLES, plain_table, safe, stretch
+from .screen import STYLES, plain_table, safe, short_names, stretch
 
 LEAST_BAR, OTHER_COLUMNS = 20, 44
 
 
 def print_waterfall(run: Run, request: RequestSeen, out: Console) -> None:
     """Print everything that is known of `request`."""
-    names = run.names()
-    out.print(Text(safe(_headline(request, names[request.request_id])), style="bold"))
+    names = short_names(run)
+    out.print(Text(safe(_headline(request, run.names()[request.request_id])), style="bold"))
     out.print(_tokens(request))
     if not request.journey.legs:
         out.print("nothing is known of its way")
@@ -28,13 +28,13 @@ def print_waterfall(run: Run, request: RequestSeen, out: Console) -> None:
     longest = request.dominating
     if longest is not None:
         seconds = request.journey.seconds()[longest]
-        why = safe(words.cause(run, request, longest, names))
+        why = words.cause(run, request, longest, names)
         out.print(f"most of it: {longest}, {duration(seconds)} ({seconds / request.e2e_s:.0%}): {why}")
     stalled_s = request.journey.seconds().get("stalled", 0.0)
     if stalled_s:
         guilty = words.blame(request, names)
         by = f" by the prefill{'s' if len(request.journey.stalled_by) > 1 else ''} of {guilty}" if guilty else ""
-        out.print(safe(f"stalled {duration(stalled_s)}{by}"))
+        out.print(f"stalled {duration(stalled_s)}{by}")
     for mark in request.marks:
         out.print(safe(f"at {duration(mark.at_s)}: {mark.words}"))
     if request.is_derived:

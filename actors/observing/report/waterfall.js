@@ -67,8 +67,9 @@ function row(name, at, seconds, total, track, kind) {
   );
 }
 
+// A bar is 2 pixels wide at least, at the very end too.
 function place(bar, start, end, total) {
-  bar.style.left = `${total ? (100 * start) / total : 0}%`;
+  bar.style.left = `min(${total ? (100 * start) / total : 0}%, calc(100% - 2px))`;
   bar.style.width = `${total ? (100 * (end - start)) / total : 100}%`;
 }
 

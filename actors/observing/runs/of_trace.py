@@ -9,7 +9,7 @@ from ....protocol.ids import RequestId
 from ....protocol.trace_reading import open_trace
 from . import words
 from .derived import JourneySoFar
-from .run import CopySeen, Incident, Mark, RequestSeen, Run, StepSeen
+from .run import CopySeen, Incident, Mark, MarkKind, RequestSeen, Run, StepSeen
 
 _INCIDENTS = {
     "lost": "the device was lost",
@@ -166,9 +166,9 @@ class _Reading:
             case _:
                 pass
 
-    def _mark(self, live: _Live, at: float, what: str, said: str) -> None:
+    def _mark(self, live: _Live, at: float, what: MarkKind, said: str) -> None:
         at_s = at - self._began_s - live.seen.arrival_s
-        live.seen.marks = [*live.seen.marks, Mark(at_s, what, said)]  # type: ignore[arg-type]  # one of its words
+        live.seen.marks.append(Mark(at_s, what, said))
 
     def _end(self, record: trace.Ended) -> None:
         live = self._live.get(record.request_id)

@@ -20,11 +20,14 @@ Ending = FinishReason | Literal["refused", "unknown"]
 """How a request ended; unknown: what was read ends before it."""
 
 
+MarkKind = Literal["preempted", "host hit", "paused", "aborted"]
+
+
 class Mark(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Something that was decided about a request, `at_s` after its arrival, in words."""
 
     at_s: float
-    what: Literal["preempted", "host hit", "paused", "aborted"]
+    what: MarkKind
     words: str
 
 
