@@ -111,7 +111,7 @@ def test_ids_are_words_since_they_have_more_bits_than_a_number():
 def test_what_is_embedded_is_the_run():
     found = contents(run_of(pressed()))
     first = found["requests"][0]
-    stages = [stage for stage, _ in found["stages"]]
+    stages = [stage for stage, _, _ in found["stages"]]
     assert [(stages[leg[0]], leg[1], leg[2], leg[3]) for leg in first["legs"]][3] == ("decode", 0.07, 0.15, 0.035)
     assert first["blamed"] == [["job-3", 0.03, 2], ["job-2", 0.015, 1]]
     assert found["steps"]["host"] == [0, 0, 10, 15]

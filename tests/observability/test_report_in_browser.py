@@ -2,6 +2,7 @@
 
 import re
 import struct
+import time
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_click_on_a_request_shows_its_way(opened, tmp_path):
     browser.click("#rows tr:nth-child(2) .pick")
     way = " ".join(browser.text("#way").split())
     assert way.startswith("job-1: 390 ms, first token after 70.0 ms, ended by length")
-    assert "decode 70.0 ms 80.0 ms 21% stalled 35.0 ms 9.0% preempted 150 ms 40.0 ms 10%" in way
+    assert "decode Worker 70.0 ms 80.0 ms 21% stalled 35.0 ms 9.0% preempted Scheduler 150 ms 40.0 ms 10%" in way
     assert "stalled 45.0 ms by the prefills of job-3 (30.0 ms), job-2 (15.0 ms)" in way
     assert "preempted by swap (cheaper): 5 blocks freed" in way
     browser.click("#way .who")  # the first of those to blame
@@ -165,4 +166,28 @@ def test_logs_and_an_empty_run_have_a_page_too(opened):
     assert "Logs have no times of steps" in browser.run("document.querySelector('#notes').textContent")
     opened(read_run(WrittenTrace().finished(0.0).lines(), "empty"))
     assert "there are no requests in this run" in browser.text("#rows")
+    assert browser.complaints == []
+
+
+@pytest.mark.slow
+def test_a_long_run_stays_usable(opened):
+    written = WrittenTrace()
+    for number in range(1, 100_001):
+        written.step(number * 0.012, 0.01, decodes=[1, 2], load=(256 * (number % 3), 1, 2))
+    for number in range(1, 10_001):
+        legs = [("queue", 0.1), ("prefill", 0.2, 0.1), ("decode", number % 97 + 1, 0.5), ("preempted", 0.1), ("decode", 1.0)]
+        written.travelled(number, number * 0.11, legs, stalled_by=[(max(1, number - 1), 0.5)])
+    browser = opened(read_run(written.lines(), "here"))
+    label = "document.querySelector('canvas').getAttribute('aria-label')"
+    for act in (
+        lambda: browser.click("#rows tr:nth-child(9) .pick"),
+        lambda: browser.click("#zoom-request"),
+        lambda: browser.click("#columns th:nth-child(1) button"),
+        lambda: browser.click("#zoom-all"),
+    ):
+        start = time.perf_counter()
+        act()
+        browser.wait_until(f"{label} !== ''")
+        assert time.perf_counter() - start < 3.0  # 0.2 s alone
+    assert "from 0 to 20." in browser.run(label)
     assert browser.complaints == []

@@ -21,13 +21,21 @@ def test_a_request_is_shown_with_its_legs_who_is_to_blame_and_what_was_decided(t
     assert said.status == 0
     words = words_of(said)
     assert "job-1 (4c8e288b-1): 390 ms, first token after 70.0 ms, ended by length" in words
-    assert "64 prompt tokens, 16 of them cached; 9 output tokens, 1 preemption" in words
-    assert "150 ms preempted 40.0 ms 10.3%" in words
+    assert "arrived 2023-11-14 22:13:20.000 UTC; 64 prompt tokens, 16 of them cached; 9 output tokens, 1 preemption" in words
+    assert "150 ms preempted Scheduler 40.0 ms 10.3%" in words
     assert "stalled 45.0 ms by the prefills of job-3 (30.0 ms), job-2 (15.0 ms)" in words
     assert (
         "at 150 ms: preempted by swap (cheaper): 5 blocks freed, 70 tokens; copying out and in would cost 3.00 ms, "
         "computing again 9.00 ms"
     ) in words
+
+
+def test_the_actor_that_held_it_is_named(trace_command, tmp_path):
+    legs = [("tokenise", 0.1), ("queue", 0.1), ("fetch", 0.1), ("decode", 0.1), ("detokenise", 0.1), ("send", 0.1)]
+    shown = trace_command(WrittenTrace().travelled(1, 0.0, legs).write(tmp_path / "t"), "show", "1").out
+    found = [words for words in map(str.split, shown.splitlines()) if set(words) & set(STAGES)]
+    actors = [next(word for word in words if word[0].isupper()) for words in found[: len(legs)]]
+    assert actors == ["Tokenizer", "Scheduler", "SwapManager", "Worker", "Detokenizer", "Dispatcher"]
 
 
 def test_the_bars_of_a_waterfall_stand_where_their_legs_do(trace_command, tmp_path):

@@ -72,5 +72,5 @@ def stretch(start: float, end: float, total: float, width: int) -> tuple[int, in
     """First character and number of characters (at least 1) of a stretch of `total` on a line of `width`."""
     if total <= 0:
         return 0, 1
-    first = min(width - 1, int(start / total * width))
+    first = min(width - 1, round(start / total * width))
     return first, max(1, min(width, round(end / total * width)) - first)

@@ -11,14 +11,14 @@ from ...observing.runs.run import RequestSeen, Run
 from ...observing.runs.words import duration
 from .screen import STYLES, plain_table, safe, short_names, stretch
 
-LEAST_BAR, OTHER_COLUMNS = 20, 44
+LEAST_BAR, OTHER_COLUMNS = 20, 57
 
 
 def print_waterfall(run: Run, request: RequestSeen, out: Console) -> None:
     """Print everything that is known of `request`."""
     names = short_names(run)
     out.print(Text(safe(_headline(request, run.names()[request.request_id])), style="bold"))
-    out.print(_tokens(request))
+    out.print(f"arrived {words.moment(run, request.arrival_s)}; {_tokens(request)}")
     if not request.journey.legs:
         out.print("nothing is known of its way")
         return
@@ -82,7 +82,7 @@ def _print_legs(request: RequestSeen, out: Console) -> None:
     total_s = request.e2e_s
     width = max(LEAST_BAR, out.width - OTHER_COLUMNS)
     is_plain = out.options.ascii_only
-    shown = plain_table("at", "stage", "time", "share", "", right=("at", "time", "share"))
+    shown = plain_table("at", "stage", "actor", "time", "share", "", right=("at", "time", "share"))
     for leg in request.journey.legs:
         seconds = leg.end_s - leg.start_s
         first, length = stretch(leg.start_s, leg.end_s, total_s, width)
@@ -91,8 +91,9 @@ def _print_legs(request: RequestSeen, out: Console) -> None:
         bar.append(("=" if is_plain else "█") * (length - num_stalled), style=STYLES[leg.stage])
         bar.append(("~" if is_plain else "▒") * num_stalled, style=STYLES["stalled"])
         share = f"{seconds / total_s:.1%}" if total_s else "-"
-        shown.add_row(duration(leg.start_s), Text(leg.stage, style=STYLES[leg.stage]), duration(seconds), share, bar)
+        name, actor = Text(leg.stage, style=STYLES[leg.stage]), words.ACTORS[leg.stage]
+        shown.add_row(duration(leg.start_s), name, actor, duration(seconds), share, bar)
         if leg.stalled_s:
             stalled = f"{leg.stalled_s / total_s:.1%}" if total_s else "-"
-            shown.add_row("", Text("  stalled", style=STYLES["stalled"]), duration(leg.stalled_s), stalled, "")
+            shown.add_row("", Text("  stalled", style=STYLES["stalled"]), "", duration(leg.stalled_s), stalled, "")
     out.print(shown)

@@ -55,7 +55,7 @@ def contents(run: Run, *, most_steps: int = MOST_STEPS, most_requests: int = MOS
         "num_requests": len(run.requests),
         "num_steps": len(run.steps),
         "notes": notes,
-        "stages": [[stage, words.MEANINGS[stage]] for stage in STAGES],
+        "stages": [[stage, words.MEANINGS[stage], words.ACTORS[stage]] for stage in STAGES],
         "steps": _steps(steps, size),
         "copies": {
             lane: _copies([copy for copy in run.copies if copy.direction == lane], copies_size) for lane in ("out", "in")

@@ -26,6 +26,12 @@ function duration(seconds) {
   return `${value.toFixed(digits)} ${unit}`;
 }
 
+// A time of the run on the calendar, or where that is not known since its beginning.
+function moment(seconds) {
+  if (run.wall_s === null) return `at ${seconds.toFixed(3)} s`;
+  return new Date((run.wall_s + seconds) * 1000).toISOString().replace("T", " ").replace("Z", " UTC");
+}
+
 function count(number, what) {
   return `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
 }

@@ -3,7 +3,7 @@
 function heading() {
   $("name").textContent = run.name;
   const facts = [
-    ["recorded", run.wall_s === null ? null : new Date(run.wall_s * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC"],
+    ["recorded", run.wall_s === null ? null : moment(0).replace(/\.\d+/, "")],
     ["length", duration(run.duration_s)],
     ["requests", run.num_requests.toLocaleString("en")],
     ["output tokens", run.requests.reduce((sum, request) => sum + request.output, 0).toLocaleString("en")],

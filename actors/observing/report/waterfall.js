@@ -11,7 +11,7 @@ function showRequest(request, choose) {
     make(
       "p",
       { class: "facts" },
-      `id ${request.id}, arrived at ${request.arrival.toFixed(3)} s; ${count(request.prompt, "prompt token")}, ` +
+      `id ${request.id}, arrived ${moment(request.arrival)}; ${count(request.prompt, "prompt token")}, ` +
         `${request.cached.toLocaleString("en")} of them cached; ${count(request.output, "output token")}${again}`,
     ),
   ];
@@ -48,18 +48,19 @@ function legsOf(request) {
     if (stalled > 0) body.append(row("stalled", null, stalled, request.e2e, null, "of-stalled"));
   }
   const head = make("tr");
-  for (const [title, kind] of [["stage", "words"], ["at", ""], ["time", ""], ["share", ""], ["", ""]]) {
+  for (const [title, kind] of [["stage", "words"], ["actor", "words actor"], ["at", ""], ["time", ""], ["share", ""], ["", ""]]) {
     head.append(make("th", { scope: "col", class: kind || null }, title));
   }
   return make("table", { class: "way", id: "waterfall" }, make("thead", {}, head), body);
 }
 
 function row(name, at, seconds, total, track, kind) {
-  const meaning = run.stages.find(([stage]) => stage === name)[1];
+  const [, meaning, actor] = run.stages.find(([stage]) => stage === name);
   return make(
     "tr",
     { class: kind || null, title: meaning },
     make("td", { class: "words" }, kind ? `\u00a0\u00a0${name}` : name),
+    make("td", { class: "words actor" }, kind ? "" : actor),
     make("td", {}, at === null ? "" : duration(at)),
     make("td", {}, duration(seconds)),
     make("td", {}, total ? percent(seconds / total) : "-"),

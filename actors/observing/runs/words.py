@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from bisect import bisect_right
 from collections.abc import Mapping
 from operator import attrgetter
@@ -25,6 +26,22 @@ MEANINGS: Mapping[Stage, str] = {
     "stalled": "its steps lasted longer for other requests' prefills",
 }
 
+ACTORS: Mapping[Stage, str] = {
+    "tokenise": "Tokenizer",
+    "queue": "Scheduler",
+    "blocks": "Scheduler",
+    "fetch": "SwapManager",
+    "prefill": "Worker",
+    "decode": "Worker",
+    "preempted": "Scheduler",
+    "paused": "its reader",
+    "restart": "DeviceKeeper",
+    "detokenise": "Detokenizer",
+    "send": "Dispatcher",
+    "stalled": "Worker",
+}
+"""Who has it, or whom it waits for."""
+
 
 def duration(seconds: float) -> str:
     """Three digits with the unit a person would use."""
@@ -41,6 +58,14 @@ def duration(seconds: float) -> str:
                 else f"{value:.0f} {unit}"
             )
     return f"{seconds / 60:.1f} min"
+
+
+def moment(run: Run, at_s: float) -> str:
+    """A time of `run` on the calendar, or where that is not known since its beginning."""
+    if run.wall_s is None:
+        return f"at {at_s:.3f} s"
+    when = datetime.datetime.fromtimestamp(run.wall_s + at_s, tz=datetime.UTC)
+    return f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03} UTC"
 
 
 def count(number: int, what: str) -> str:
