@@ -215,6 +215,8 @@ class Scheduler:
             request_id = show_request_id(account.request_id)
             self._log.error("request.failed", request_id=request_id, label=account.label, reason=account.problem.message)
         self._log.info("request.finished", **line_of(account))
+        if self._recorder is not None:
+            self._recorder.travelled(account, self._clock())
 
     def _write_report(self, report: Preempted | HostHit | Paused) -> None:
         fields = msgspec.structs.asdict(report)

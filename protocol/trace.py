@@ -18,6 +18,7 @@ field at its default is left out. A reader skips types it does not know: what is
     Fetched, Paused   part of it is on the host; its reader is behind
     Aborted, Credited what clients and the detokenizer said
     Ended             a sequence ended                                  at, why, how many tokens
+    Travelled         a request's last text was taken                   its journey: every stage it was in
     DeviceEvent       the device died, came back, or is shared
     Told              a reset, a drain, a repetition, closed requests
     Finished          the trace ends: why, and the digest of all decisions
@@ -40,6 +41,7 @@ from typing import Any, Literal
 import msgspec
 
 from .capacity import Capacity
+from .journey import Journey
 from .messages import CopyDirection
 from .sampling import FinishReason, OutputKind
 
@@ -144,6 +146,8 @@ class Planned(Record, frozen=True):
     num_cached: int = 0
     num_evicted: int = 0
     """Device blocks taken from the cache since the last plan that made a step."""
+    num_host_used: int = 0
+    """Host blocks that hold something, whoever it is for."""
     digest: str = ""
 
 
@@ -283,6 +287,24 @@ class Finished(Record, frozen=True):
     digest: str
 
 
+class Travelled(Record, frozen=True):
+    """A request is over, all its sequences: how it came to that. Counts are those of its line `request.finished`.
+
+    Times in `journey` count from `arrival_s`.
+    """
+
+    at: float
+    request_id: int
+    label: str
+    arrival_s: float
+    reason: FinishReason
+    journey: Journey
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+
 AnyRecord = (
     Began
     | Named
@@ -300,5 +322,6 @@ AnyRecord = (
     | Paused
     | Ended
     | Finished
+    | Travelled
 )
 """What a line may hold."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,36 +40,46 @@ def is_trace(first_line: bytes) -> bool:
 
 def read_trace(path: Path) -> Trace:
     """The whole trace. Raises `ValidationError` with the line where it is none, or is of another version."""
-    records = _records(path)
-    began = next(records, None)
-    if not isinstance(began, Began):
-        raise ValidationError(f"{path}: the first line is not a trace's beginning", field="trace", value=str(path))
-    if began.version != TRACE_VERSION:
-        raise ValidationError(
-            f"{path}: a trace of version {began.version}; this version of repertory reads {TRACE_VERSION}",
-            field="trace",
-            value=began.version,
-        )
-    rest = list(records)
+    try:
+        with path.open("rb") as file:
+            began, records = open_trace(file, str(path))
+            rest = list(records)
+    except OSError as error:
+        raise ValidationError(f"{path}: {error.strerror or error}", field="trace", value=str(path)) from None
     whole = [record for record in rest if record is not None]
     return Trace(began, whole, is_torn=len(whole) < len(rest))
 
 
-def _records(path: Path) -> Iterator[AnyRecord | None]:
+def open_trace(lines: Iterable[bytes], name: str) -> tuple[Began, Iterator[AnyRecord | None]]:
+    """The beginning of a trace, and what follows, one by one; None at the end where the last line was torn.
+
+    `name` is what errors call it. Raises `ValidationError` as `read_trace` does, now or at the line at fault.
+    """
+    records = _records(lines, name)
+    began = next(records, None)
+    if not isinstance(began, Began):
+        raise ValidationError(f"{name}: the first line is not a trace's beginning", field="trace", value=name)
+    if began.version != TRACE_VERSION:
+        raise ValidationError(
+            f"{name}: a trace of version {began.version}; this version of repertory reads {TRACE_VERSION}",
+            field="trace",
+            value=began.version,
+        )
+    return began, records
+
+
+def _records(lines: Iterable[bytes], name: str) -> Iterator[AnyRecord | None]:
     """Each record; at the end None if the last line was torn."""
     torn: ValidationError | None = None
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if torn is not None:
-                    raise torn  # it was not the last
-                try:
-                    yield _decoder.decode(line)
-                except msgspec.DecodeError as error:
-                    if not _is_unknown(line):
-                        torn = ValidationError(f"{path}, line {number}: {error}", field="trace", value=shorten(str(line)))
-    except OSError as error:
-        raise ValidationError(f"{path}: {error.strerror or error}", field="trace", value=str(path)) from None
+    line = b""
+    for number, line in enumerate(lines, start=1):
+        if torn is not None:
+            raise torn  # it was not the last
+        try:
+            yield _decoder.decode(line)
+        except msgspec.DecodeError as error:
+            if not _is_unknown(line):
+                torn = ValidationError(f"{name}, line {number}: {error}", field="trace", value=shorten(str(line)))
     if torn is not None:
         if line.endswith(b"\n"):
             raise torn

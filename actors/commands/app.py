@@ -15,6 +15,7 @@ VERBS = {
     "chat": ("chat:chat", "Talk to a model in the terminal."),
     "serve": ("serve:serve", "Serve a model over HTTP, to any number of clients."),
     "simulate": ("simulate:simulate", "Replay a recorded run, or try another policy on it, without a device."),
+    "trace": ("trace:trace", "Why was this request slow? Every request's way through a run, from its trace or logs."),
     "bench": ("bench:bench", "Measure this engine, or any OpenAI-compatible server."),
 }
 """Verb -> (module in this folder:function, the line in `repertory --help`)."""

@@ -34,7 +34,7 @@ from ...protocol.messages import (
 from ...protocol.sampling import FinishReason
 from ...protocol.version import __version__
 from ..scheduling.core import SchedulerCore
-from ..scheduling.reports import Report
+from ..scheduling.reports import Finished, Report
 from ..scheduling.request import Request
 from .block_names import POOLS, SPARE_NAMES, BlockNames
 from .logs import logger
@@ -135,6 +135,24 @@ class Recorder:
             if isinstance(output, TokensSampled):
                 for end in output.ended:
                     self._ended(end.request_id, end.index, end.finish_reason, now)
+
+    def travelled(self, account: Finished, now: float) -> None:
+        """A request's account is closed."""
+        if account.journey is not None:
+            self._put(
+                trace.Travelled(
+                    at=now,
+                    request_id=account.request_id,
+                    label=account.label,
+                    arrival_s=account.arrival_s,
+                    reason=account.finish_reason,
+                    journey=account.journey,
+                    num_prompt_tokens=account.num_prompt_tokens,
+                    num_cached_tokens=account.num_cached_tokens,
+                    num_output_tokens=account.num_output_tokens,
+                    num_preemptions=account.num_preemptions,
+                )
+            )
 
     def _ended(self, request_id: RequestId, index: int, reason: FinishReason, now: float) -> None:
         found = self._live.get(request_id)

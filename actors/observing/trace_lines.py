@@ -42,6 +42,7 @@ class Counts(NamedTuple):
     num_free: int
     num_cached: int
     num_evicted: int
+    num_host_used: int
 
 
 class Sent(NamedTuple):
@@ -66,6 +67,7 @@ def seen(core: SchedulerCore, at: float, step: RunStep | None, copies: Iterable[
         cache.pool.num_free,
         cache.tree.num_evictable,
         cache.tree.num_evicted,
+        0 if cache.host is None else cache.host.pool.num_blocks - cache.host.pool.num_free,
     )
     load, predicted_s = (_NOTHING, None) if step is None else (core.load_of(step), core.predicted_s(step))
     return Sent(at, plan_s, step, load, predicted_s, [(copy, core.predicted_copy_s(copy)) for copy in copies], counts)
@@ -186,6 +188,7 @@ class TraceLines:
             num_free=counts.num_free,
             num_cached=counts.num_cached,
             num_evicted=max(0, num_evicted),  # a new device begins at 0
+            num_host_used=counts.num_host_used,
             digest=self.digest.hexdigest(DIGITS),
         )
         yield from copies

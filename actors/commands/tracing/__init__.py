@@ -1,0 +1,1 @@
+"""What `repertory trace` prints."""
