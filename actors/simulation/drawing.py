@@ -36,6 +36,9 @@ class _Drawing:
         self.stems = [self._tokens(LONGEST_PROMPT) for _ in range(3)]
         self.is_slow = self.random.random() < 0.35
         self.has_classes = self.random.random() < 0.5
+        self.leave_rate = self.random.choice([0.0, 0.08, 0.3])
+        self.twin_rate = self.random.choice([0.05, 0.3, 0.8])
+        self.prompts: list[tuple[int, ...]] = []
 
     def scenario(self) -> Scenario:
         pick, chance = self.random.choice, self.random.random
@@ -123,8 +126,8 @@ class _Drawing:
             cache_salt=pick([None, None, None, "a", "b"]),
             read_s=pick([0.0, self.step_s, 5 * self.step_s, 1.0]) if self.is_slow else 0.0,
             reads=self.random.randint(0, 8) if self.is_slow and chance() < 0.1 else None,
-            leaves_s=self.random.uniform(0, 40 * self.step_s) if chance() < 0.08 else None,
-            leaves_after=self.random.randint(1, 10) if chance() < 0.08 else None,
+            leaves_s=self.random.uniform(0, 40 * self.step_s) if chance() < self.leave_rate else None,
+            leaves_after=self.random.randint(1, 10) if chance() < self.leave_rate else None,
             follows=follows,
             kills=self.has_faults and chance() < 0.03,
         )
@@ -141,12 +144,15 @@ class _Drawing:
         )
 
     def _prompt(self) -> tuple[int, ...]:
-        """The beginning of a stem, perhaps, and an end of its own."""
+        """An earlier one again, perhaps with more; or the beginning of a stem, perhaps, and an end of its own."""
+        if self.prompts and self.random.random() < self.twin_rate:
+            return self.random.choice(self.prompts) + tuple(self._tokens(self.random.choice([0, 0, 1, 5])))
         if self.random.random() < 0.02:
             return tuple(self._tokens(self.pool_tokens + 5))  # it never fits
         length = self.random.randint(1, self.longest)
         shared = self.random.choice(self.stems)[: self.random.randint(0, length)]
-        return tuple(shared + self._tokens(length - len(shared)))
+        self.prompts.append(tuple(shared + self._tokens(length - len(shared))))
+        return self.prompts[-1]
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCABULARY) for _ in range(count)]
