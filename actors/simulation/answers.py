@@ -53,6 +53,7 @@ class Answers:
             self._open(opening)
         for key, token in _tokens(message):
             self._token(key, token)
+        self._check_logprobs(message)
         for end in message.ended:
             self._end(end)
 
@@ -83,6 +84,14 @@ class Answers:
                 OUTPUT, f"request {request}, sequence {index}: token {len(given)} is {token}, alone it is {expected}"
             )
         given.append(token)
+
+    def _check_logprobs(self, message: TokensSampled) -> None:
+        """Where they are asked for they stand beside each token, and are that token's."""
+        column = message.logprobs or [None] * len(message.token_ids)
+        for request, token, details in zip(message.request_ids, message.token_ids, column, strict=True):
+            wanted = self.admits[request].params.logprobs is not None
+            if wanted != (details is not None) or (details is not None and details.token_ids[0] != token):
+                raise Violation(OUTPUT, f"request {request}: beside token {token} stand the logprobs {details}")
 
     def _end(self, end: SequenceEnd) -> None:
         request = end.request_id
@@ -130,6 +139,7 @@ class Answers:
         for key, token in _tokens(message):
             said.setdefault(key, []).append(token)
         before = {key: tokens for key, tokens in self.given.items() if key[0] == request}
+        self._check_logprobs(message)
         if said != before:
             raise Violation(OUTPUT, f"request {request}: said again, {said} is not what was said before, {before}")
 

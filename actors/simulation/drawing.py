@@ -141,6 +141,10 @@ class _Drawing:
             seed=None if is_greedy else self.random.randrange(100),
             max_tokens=None if chance() < 0.02 and self.pool_tokens <= 160 else self.random.randint(1, 24),
             output_kind=pick(["cumulative", "delta", "delta", "final_only"]),
+            # What a device derives from the whole log: it has to come back with it.
+            frequency_penalty=pick([0.0] * 7 + [0.5]),
+            allowed_token_ids=list(range(0, VOCABULARY, 3)) if chance() < 0.1 else None,
+            logprobs=pick([None] * 7 + [2]),
         )
 
     def _prompt(self) -> tuple[int, ...]:

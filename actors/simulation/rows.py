@@ -46,7 +46,7 @@ class Rows:
     def before_plan(self) -> None:
         """A plan is about to be made."""
         running = self._core.queues.running
-        self._decodes = [seq for seq in running if not (seq.is_ending or seq.is_prefilling or seq.is_out_of_credit)]
+        self._decodes = [seq for seq in running if not (seq.is_ending or seq.is_prefilling)]
 
     def after_plan(self, step: RunStep | None) -> None:
         """It has been made."""
@@ -70,7 +70,8 @@ class Rows:
         if len(prefills) > (config.max_prefill_batch_size or len(prefills)):
             raise Violation(BUDGET, f"step {step.step_id} has {len(prefills)} prefills")
         cache = self._core.cache
-        missing = [seq.seq_id for seq in self._decodes if seq.state is State.RUNNING and seq.seq_id not in counts]
+        owed = [seq for seq in self._decodes if seq.state is State.RUNNING and not seq.is_out_of_credit]
+        missing = [seq.seq_id for seq in owed if seq.seq_id not in counts]
         if missing and cache.num_available > cache.num_blocks // 2:
             raise Violation(BUDGET, f"step {step.step_id} has no row for sequences {missing}, which decode")
 

@@ -1,7 +1,7 @@
 """Slips that somebody could make, each planted into the real code for a while: the checks are held against these.
 
-A slip replaces one method (or two) by one that is wrong in one way. Which rules may catch it is said beside it: the
-first event at which anything shows ends the run. Some need a certain kind of trouble to show at all: theirs is said
+A slip replaces one method (or two) by one that is wrong in one way. The rules that are there to catch it are said
+beside it; at some seeds another one does, since the first event at which anything shows ends a run. Some need a certain kind of trouble to show at all: theirs is said
 too, so that a few seeds are enough.
 """
 
@@ -71,6 +71,17 @@ def _poisoned(scenario: Scenario) -> Scenario:
     return msgspec.structs.replace(scenario, config=config).kept(tuple(visitors), tuple(faults))
 
 
+def _poisoned_and_gone(scenario: Scenario) -> Scenario:
+    """The same, and half of the visitors go within two steps."""
+    scenario = _poisoned(scenario)
+    step_s = scenario.weather.step_s
+    visitors = [
+        msgspec.structs.replace(visitor, leaves_s=visitor.name % 20 * step_s / 10) if visitor.name % 2 else visitor
+        for visitor in scenario.visitors
+    ]
+    return scenario.kept(tuple(visitors), scenario.faults)
+
+
 @dataclass(frozen=True)
 class Slip:
     """`plant` puts it in, `rules` may catch it, `trouble` makes a drawn scenario one in which it can show."""
@@ -119,7 +130,7 @@ def an_unlock_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixTree, "unlock", unlock)
 
 
-@slip("books", "preemptions", trouble=_short_of_memory)
+@slip("books", trouble=_short_of_memory)
 def a_promise_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
     """Who lets go before it has taken all that it was promised keeps the rest promised."""
 
@@ -396,7 +407,7 @@ def a_hit_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
 # ---- order --------------------------------------------------------------------------------------
 
 
-@slip("newcomers", "stuck", trouble=_short_of_memory)
+@slip("newcomers", trouble=_short_of_memory)
 def a_newcomer_passes_recovery(patch: pytest.MonkeyPatch) -> None:
     """Waiting requests come in before preempted ones."""
 
@@ -455,6 +466,18 @@ def a_node_of_a_failed_row_is_shared(patch: pytest.MonkeyPatch) -> None:
         return []
 
     patch.setattr(KVCache, "fail", fail)
+
+
+@slip("failed rows", trouble=_poisoned_and_gone)
+def a_row_that_fails_after_its_end_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Its request has been aborted while the step ran: nobody looks at what it leaves in the tree."""
+
+    def fail_rows(self: SchedulerCore, draft: Draft, message: Any, now: float) -> None:
+        known = [row for row in message.failed if row.seq_id in self.table.sequences]
+        original(self, draft, msgspec.structs.replace(message, failed=known), now)
+
+    original = SchedulerCore._fail_rows
+    patch.setattr(SchedulerCore, "_fail_rows", fail_rows)
 
 
 @slip("MemoryFault", "fences")
