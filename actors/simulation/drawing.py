@@ -28,7 +28,12 @@ class _Drawing:
         self.seed = seed
         self.random = random.Random(seed)
         pick = self.random.choice
-        self.block_size, self.blocks = pick([1, 2, 4, 4, 8]), pick([3, 12, 12, 20, 40, 120])
+        self.is_pressed = self.random.random() < 0.3
+        """Memory is short on both tiers, with many who want it for long: much moves between them."""
+        if self.is_pressed:
+            self.block_size, self.blocks = pick([1, 2, 4]), pick([8, 12, 20])
+        else:
+            self.block_size, self.blocks = pick([1, 2, 4, 4, 8]), pick([3, 12, 12, 20, 40, 120])
         self.step_s = 0.01
         self.has_faults = self.random.random() < 0.7
         self.pool_tokens = self.blocks * self.block_size
@@ -48,10 +53,10 @@ class _Drawing:
             seed=self.seed,
             config=config,
             num_device_blocks=self.blocks,
-            num_host_blocks=pick([0, 0, 1, 3, 12, 60, 240]),
+            num_host_blocks=pick([3, 8, 12, 30]) if self.is_pressed else pick([0, 0, 1, 3, 12, 60, 240]),
             vocab_size=VOCABULARY,
             max_model_len=pick([self.pool_tokens, self.pool_tokens // 2 + 2, 10**6]),
-            has_reserve=chance() < 0.4,
+            has_reserve=chance() < (0.1 if self.is_pressed else 0.4),
             is_paced=chance() < 0.4,
             weather=self._weather(),
             visitors=visitors,
@@ -66,7 +71,7 @@ class _Drawing:
             num_device_blocks=self.blocks,
             max_steps_in_flight=pick([1, 2, 2]),
             max_num_batched_tokens=pick([1, 3, 7, 16, 64, 512]),
-            max_num_seqs=pick([1, 2, 4, 16]),
+            max_num_seqs=pick([2, 3, 4, 8] if self.is_pressed else [1, 2, 4, 16]),
             max_num_queued=pick([2, 1000, 1000]),
             enable_chunked_prefill=chance() < 0.7,
             enable_prefix_caching=chance() < 0.8,
@@ -75,7 +80,7 @@ class _Drawing:
             scheduling_policy=random.Random(f"{self.seed} policy").choice(POLICIES),
             scheduling_delay_s=pick([0.0, 0.0, 0.035]),
             scheduling_delay_factor=pick([0.0, 0.0, 2.5]),
-            preemption_mode=pick(["auto", "swap", "swap", "heuristic", "recompute"]),
+            preemption_mode=pick(["auto", "swap", "swap"] if self.is_pressed else ["auto", "swap", "heuristic", "recompute"]),
             credit_window=pick([1, 3, 8]) if self.is_slow else 1024,
             max_pause_s=pick([0.5, 5.0, 300.0]),
             max_restarts=1000,
@@ -99,7 +104,7 @@ class _Drawing:
 
     def _visitors(self) -> tuple[Visitor, ...]:
         """Alone, in bursts, and as the next turn of a chat."""
-        count, now, visitors = self.random.randint(1, 14), 0.0, []
+        count, now, visitors = self.random.randint(*((8, 16) if self.is_pressed else (1, 14))), 0.0, []
         gap_s = self.random.choice([0.2, 1, 5]) * self.step_s
         burst = 0
         for name in range(1, count + 1):
@@ -139,7 +144,9 @@ class _Drawing:
             n=pick([1, 1, 1, 1, 2, 3]),
             temperature=0.0 if is_greedy else 1.0,
             seed=None if is_greedy else self.random.randrange(100),
-            max_tokens=None if chance() < 0.02 and self.pool_tokens <= 160 else self.random.randint(1, 24),
+            max_tokens=None
+            if chance() < (0.1 if self.is_pressed else 0.02) and self.pool_tokens <= 160
+            else self.random.randint(1, 24),
             output_kind=pick(["cumulative", "delta", "delta", "final_only"]),
             # What a device derives from the whole log: it has to come back with it.
             frequency_penalty=pick([0.0] * 7 + [0.5]),

@@ -1,8 +1,8 @@
 """Slips that somebody could make, each planted into the real code for a while: the checks are held against these.
 
 A slip replaces one method (or two) by one that is wrong in one way. The rules that are there to catch it are said
-beside it; at some seeds another one does, since the first event at which anything shows ends a run. Some need a certain kind of trouble to show at all: theirs is said
-too, so that a few seeds are enough.
+beside it; at some seeds another one does, since the first event at which anything shows ends a run. Some need a
+certain kind of trouble to show at all: theirs is said too, so that a few seeds are enough.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same rules under a policy with classes: who is of a higher one may take slots and blocks of lower ones, and nobody else's."""
+"""The same rules under a policy with classes: a higher one may take slots and blocks of lower ones, and nobody else's."""
 
 from __future__ import annotations
 
