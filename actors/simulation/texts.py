@@ -141,7 +141,7 @@ class Texts:
         num_left = len(self._live[request])
         if not fresh and reason is None:
             return
-        self._deltas.append(TextDelta(request, "", fresh, reason, index=index, num_left=num_left))
+        self._deltas.append(TextDelta(request, "", fresh, reason, index=index, num_left=0 if reason is None else num_left))
         before = self._told[request].get(index, (0, False))[0]
         self._told[request][index] = (before + len(fresh), reason is not None)
         if reason is not None and not num_left:
