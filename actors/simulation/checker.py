@@ -1,21 +1,27 @@
 """What must hold of every run, looked at after every event. Each rule raises a `Violation` that names it.
 
-rule             what                                                                      where
---------------   -----------------------------------------------------------------------   ----------------
-books            blocks of both tiers are conserved, locks are holders, promises are kept   `SchedulerCore.audit`
-fences           an operation waits for all earlier users of its blocks                     `fence_ledger.py`
-(the device)     it runs after them, and reads what it must find                            `gpu/simulated`
-failed rows      nobody builds on what a row with NaN logits computed                       `taint.py`
-rows             a row goes on where the last one ended, in blocks that are not free        `rows.py`
-in flight        no more steps than `max_steps_in_flight`                                   here
-credit, length   nothing is planned past a reader's credit or a request's last token        here
-budget           every decode has its row, prefills keep to the token budget                here
-hits             cached tokens are those of the prompt that no row computed                 here
-outputs, one     tokens are those of a run alone, one terminal, a reason for each end       `answers.py`
-terminal, ...
-newcomers, ...   nobody passes whom it must not, makes way too early, or waits too long     `order.py`
-stuck            while there is work, something is in flight or a wake-up is set            here
-at the end       nothing is left of anybody                                                 here
+    rule             what                                                                       where
+    --------------   ------------------------------------------------------------------------   ----------------
+    books            blocks of both tiers are conserved, locks are holders, promises are kept   `SchedulerCore.audit`
+    fences           an operation waits for all earlier users of its blocks                     `fence_ledger.py`
+    (the device's)   it runs after them, and reads what it must find                            `gpu/simulated`
+    failed rows      nobody builds on what a row with NaN logits computed                       `taint.py`
+    rows             a row goes on where the last one ended, in blocks that are not free        `rows.py`
+    in flight        no more steps than `max_steps_in_flight`                                   `rows.py`
+    credit, length   nothing is planned past a reader's credit or a request's last token        `rows.py`
+    budget           every decode has its row, prefills keep to the token budget                `rows.py`
+    hits             cached tokens are those of the prompt that no row computed                 `rows.py`
+    outputs          tokens are those of a run alone                                            `answers.py`
+    one terminal     each request opens and ends once, and its visitor hears so                 `answers.py`
+    reasons          each end has one that there is a reason for                                `answers.py`
+    newcomers        nobody passes whom it must not                                             `order.py`
+    preemptions      nobody makes way too early, nor too often                                  `order.py`, here
+    waiting          who is first of all that could compute is served                           `order.py`
+    suspects         who may have killed the device computes alone                              `blame.py`
+    stuck            while there is work, something is in flight or a wake-up is set            here
+    left over        at the end nothing is left of anybody                                      here
+
+What a device notices is raised by the device. A checker serves one run.
 """
 
 from __future__ import annotations
@@ -44,12 +50,12 @@ from .answers import Answers
 from .blame import Blame
 from .fence_ledger import FenceLedger
 from .guest import Guest
-from .order import Order
+from .order import PREEMPTIONS, Order
 from .rows import Rows
 from .taint import Taint
 from .violation import Violation
 
-BOOKS, STUCK, LEFT, BOUND = "books", "stuck", "left over", "preemptions"
+BOOKS, STUCK, LEFT = "books", "stuck", "left over"
 
 
 class Checker:
@@ -227,4 +233,4 @@ class Checker:
         num_sequences = sum(admit.params.n for admit in self.answers.admits.values())
         most = (num_sequences + self._num_set_back) * longest
         if self.order.num_preemptions > most:
-            raise Violation(BOUND, f"{self.order.num_preemptions} preemptions, {most} are the bound")
+            raise Violation(PREEMPTIONS, f"{self.order.num_preemptions} preemptions, {most} are the bound")

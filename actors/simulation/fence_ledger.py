@@ -11,7 +11,7 @@ The ledger keeps its own copy of every block table, from the deltas, as a device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...protocol.ids import BlockId, SequenceId
@@ -20,6 +20,8 @@ from .violation import Violation
 
 STEP, OUT, IN = range(3)
 TIMELINES = ("step", "copy out", "copy in")
+DEVICE, HOST = range(2)
+TIERS = ("device", "host")
 RULE = "fences"
 
 Horizon = tuple[int, int, int]
@@ -33,6 +35,14 @@ class RowBlocks(NamedTuple):
     first_written: int
     starts_inside: bool
     """Whether the first written block holds earlier tokens, which stay."""
+
+
+class _User(NamedTuple):
+    """An operation that is being sent."""
+
+    timeline: int
+    number: int
+    horizon: Horizon
 
 
 class _Users:
@@ -51,7 +61,7 @@ class FenceLedger:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._tables: dict[SequenceId, list[BlockId]] = {}
-        self._users: tuple[dict[BlockId, _Users], dict[BlockId, _Users]] = ({}, {})  # device, host
+        self._users: tuple[dict[BlockId, _Users], dict[BlockId, _Users]] = ({}, {})  # by tier
         self._horizons: list[list[Horizon]] = [[(0, 0, 0)], [(0, 0, 0)], [(0, 0, 0)]]
         self._ended = [0, 0, 0]
 
@@ -70,17 +80,17 @@ class FenceLedger:
             self._ended[OUT if done.direction == "out" else IN] = int(done.copy_id)
 
     def _step(self, step: RunStep) -> list[RowBlocks]:
-        horizon, name = self._begin(STEP, int(step.step_id), step.after), f"step {step.step_id}"
+        user = self._begin(STEP, int(step.step_id), step.after)
         self._apply(step)
         for copy in step.copies:
-            self._use(0, [copy.source], STEP, horizon, name, writes=False)
-            self._use(0, [copy.target], STEP, horizon, name, writes=True)
+            self._use(user, DEVICE, [copy.source], writes=False)
+            self._use(user, DEVICE, [copy.target], writes=True)
         rows = []
         for seq_id, start, count in zip(step.seq_ids, step.starts, step.num_tokens, strict=True):
             blocks = self._tables[seq_id][: -(-(start + count) // self._size)]
             first = start // self._size
-            self._use(0, blocks[:first], STEP, horizon, name, writes=False)
-            self._use(0, blocks[first:], STEP, horizon, name, writes=True)
+            self._use(user, DEVICE, blocks[:first], writes=False)
+            self._use(user, DEVICE, blocks[first:], writes=True)
             rows.append(RowBlocks(seq_id, blocks, first, start % self._size > 0))
         return rows
 
@@ -93,15 +103,13 @@ class FenceLedger:
             self._tables[edit.seq_id][edit.first : edit.first + len(edit.block_ids)] = edit.block_ids
 
     def _copy(self, copy: CopyBlocks) -> None:
-        lane = OUT if copy.direction == "out" else IN
-        name = f"{TIMELINES[lane]} {copy.copy_id}"
-        horizon = self._begin(lane, int(copy.copy_id), copy.after)
-        source, target = (0, 1) if lane == OUT else (1, 0)
-        self._use(source, copy.sources, lane, horizon, name, writes=False)
-        self._use(target, copy.targets, lane, horizon, name, writes=True)
+        user = self._begin(OUT if copy.direction == "out" else IN, int(copy.copy_id), copy.after)
+        source, target = (DEVICE, HOST) if copy.direction == "out" else (HOST, DEVICE)
+        self._use(user, source, copy.sources, writes=False)
+        self._use(user, target, copy.targets, writes=True)
 
-    def _begin(self, timeline: int, number: int, after: Fences) -> Horizon:
-        """The horizon of the next operation of a timeline."""
+    def _begin(self, timeline: int, number: int, after: Fences) -> _User:
+        """The next operation of a timeline, with its horizon."""
         named = (int(after.step), int(after.copy_out), int(after.copy_in))
         own = self._horizons[timeline]
         if number != len(own):
@@ -116,24 +124,22 @@ class FenceLedger:
         reached = list(horizon)
         reached[timeline] = number
         own.append((reached[0], reached[1], reached[2]))
-        return horizon
+        return _User(timeline, number, horizon)
 
-    def _use(self, tier: int, blocks: Sequence[BlockId], timeline: int, horizon: Horizon, name: str, *, writes: bool) -> None:
-        table, number = self._users[tier], len(self._horizons[timeline]) - 1
+    def _use(self, user: _User, tier: int, blocks: Sequence[BlockId], *, writes: bool) -> None:
+        table = self._users[tier]
         for block in blocks:
             users = table.get(block)
             if users is None:
                 users = table[block] = _Users()
             for other in (STEP, OUT, IN):
                 needed = max(users.writes[other], users.reads[other] if writes else 0)
-                if needed > horizon[other] and other != timeline:
+                if needed > user.horizon[other] and other != user.timeline:
+                    reached = ", ".join(f"{name} {last}" for name, last in zip(TIMELINES, user.horizon, strict=True))
+                    does = f"{'writes' if writes else 'reads'} {TIERS[tier]} block {block}"
                     raise Violation(
                         RULE,
-                        f"{name} {'writes' if writes else 'reads'} {('device', 'host')[tier]} block {block} and does not wait "
-                        f"for {TIMELINES[other]} {needed}, which uses it: it waits up to {_shown(horizon)}",
+                        f"{TIMELINES[user.timeline]} {user.number} {does} and does not wait for {TIMELINES[other]} {needed}, "
+                        f"which uses it: it waits up to {reached}",
                     )
-            (users.writes if writes else users.reads)[timeline] = number
-
-
-def _shown(horizon: Iterable[int]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in zip(TIMELINES, horizon, strict=True))
+            (users.writes if writes else users.reads)[user.timeline] = user.number

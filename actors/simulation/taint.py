@@ -62,11 +62,14 @@ class Taint:
     def _write(self, row: RowBlocks, step_id: StepId) -> None:
         for place, block in enumerate(row.blocks[row.first_written :]):
             content = self._device.get(block)
-            if content is None or not (place == 0 and row.starts_inside):
+            goes_on = content is not None and place == 0 and row.starts_inside
+            # Behind what is proven begins what answers for itself alone.
+            if content is None or not goes_on or content.is_proven:
+                is_tainted = content is not None and goes_on and content.is_tainted
                 content = self._device[block] = _Content(step_id)
+                content.is_tainted = is_tainted
             content.writers.add(row.seq_id)
             content.step = step_id
-            content.is_proven = False
 
     def told(self, done: StepDone) -> None:
         """The scheduler is told how a step went."""

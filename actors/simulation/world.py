@@ -47,6 +47,7 @@ from .texts import Texts
 
 ToScheduler = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
 
+LINKS = ("admit", "credit", "texts", "replies", "device", "answers", "frontend")
 MOST_TURNS = 50_000
 
 
@@ -56,19 +57,8 @@ class World(VirtualRun):
     def __init__(self, scenario: Scenario, *, record: bool = False) -> None:
         self.scenario = scenario
         self.story: list[str] | None = [] if record else None
-        weather, self._draw = scenario.weather, random.Random(scenario.seed)
-        latency = _Unsteady(
-            step_s=weather.step_s,
-            token_s=weather.token_s,
-            row_s=weather.row_s,
-            copy_s=weather.copy_s,
-            out_rate=weather.copy_rate,
-            in_rate=weather.copy_rate,
-            spread=weather.spread,
-            stalls=weather.copy_stalls,
-            draw=random.Random(scenario.seed + 1),
-        )
-        super().__init__(scenario.config, self._device(), latency)
+        self._draw = random.Random(scenario.seed)
+        super().__init__(scenario.config, self._device(), _latency(scenario))
         if not scenario.has_reserve:
             self.core.planner.reserve = _NoReserve(scenario.config.block_size)
         if not scenario.is_paced:
@@ -85,8 +75,7 @@ class World(VirtualRun):
         self._busy_until = 0.0
         self._num_turns = 0
         self._links = {
-            name: Link(self.at, random.Random(f"{scenario.seed} {name}"), weather.delay_s)
-            for name in ("admit", "credit", "texts", "replies", "device", "answers", "frontend")
+            name: Link(self.at, random.Random(f"{scenario.seed} {name}"), scenario.weather.delay_s) for name in LINKS
         }
         self.keeper = VirtualKeeper(
             self.device,
@@ -322,6 +311,21 @@ class _Unsteady(LatencyModel, frozen=True, kw_only=True):
 
     def _factor(self) -> float:
         return 1.0 + self.spread * self.draw.uniform(-1.0, 1.0)
+
+
+def _latency(scenario: Scenario) -> _Unsteady:
+    weather = scenario.weather
+    return _Unsteady(
+        step_s=weather.step_s,
+        token_s=weather.token_s,
+        row_s=weather.row_s,
+        copy_s=weather.copy_s,
+        out_rate=weather.copy_rate,
+        in_rate=weather.copy_rate,
+        spread=weather.spread,
+        stalls=weather.copy_stalls,
+        draw=random.Random(scenario.seed + 1),
+    )
 
 
 class _Eager(Pacer):
