@@ -34,6 +34,14 @@ class CopyJob:
         self.anchor: Node | None = None
         self.waiting: list[Holding] = []
 
+    def deepest_first(self) -> list[Node]:
+        """`nodes`, which lie on one path, in an order that is the same in every run."""
+        return sorted(self.nodes, key=_start, reverse=True)
+
+
+def _start(node: Node) -> int:
+    return node.start
+
 
 class Lanes:
     """The copies in flight on the two lanes, numbered in the order in which each lane runs them."""

@@ -238,7 +238,7 @@ class HostTier:
 
         With `top`: nobody waits for what it brings to `top` and below, but perhaps for what it brings above that.
         """
-        nodes = [node for node in job.nodes if top is None or node.start >= top.start]
+        nodes = [node for node in job.deepest_first() if top is None or node.start >= top.start]
         for node in nodes:
             freed = node.blocks[node.num_ready :]
             del node.blocks[node.num_ready :]
@@ -262,7 +262,7 @@ class HostTier:
         self.pool.on_copy_done(done)
         self.tree.pool.on_copy_done(done)
         if ok:
-            for node in job.nodes:
+            for node in job.deepest_first():
                 self._arrive(node, direction)
             job.nodes.clear()
             if job.anchor is not None:
@@ -273,7 +273,7 @@ class HostTier:
     def strip(self, job: CopyJob) -> None:
         """A copy has failed, and nobody holds what it should have brought: that leaves the tree."""
         if job.direction == "out":
-            for node in sorted(job.nodes, key=lambda node: node.start):
+            for node in reversed(job.deepest_first()):
                 if node.job_out is job:
                     self._lose_copy(node)
             return
