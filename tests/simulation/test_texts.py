@@ -84,7 +84,7 @@ def _crash(message: Any) -> Any:
     raise MemoryError
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 async def test_the_model_of_the_detokenizer_says_what_the_real_one_says(seed: int) -> None:
     scenario = draw(seed)
     without_stops = tuple(msgspec.structs.replace(visitor, text_stop=None) for visitor in scenario.visitors)
