@@ -44,6 +44,11 @@ class _Drawing:
         self.leave_rate = self.random.choice([0.0, 0.08, 0.3])
         self.twin_rate = self.random.choice([0.05, 0.3, 0.8])
         self.prompts: list[tuple[int, ...]] = []
+        # A draw of its own: it came later, and the other seeds were to stay what they are.
+        self.is_sick = self.has_faults and random.Random(f"{seed} sick").random() < 0.15
+        """Rows of many turn NaN, of whom half are gone before it is known, among others with the same prompt."""
+        if self.is_sick:
+            self.leave_rate, self.twin_rate = 0.3, 0.8
 
     def scenario(self) -> Scenario:
         pick, chance = self.random.choice, self.random.random
@@ -131,7 +136,7 @@ class _Drawing:
             cache_salt=pick([None, None, None, "a", "b"]),
             read_s=pick([0.0, self.step_s, 5 * self.step_s, 1.0]) if self.is_slow else 0.0,
             reads=self.random.randint(0, 8) if self.is_slow and chance() < 0.1 else None,
-            leaves_s=self.random.uniform(0, 40 * self.step_s) if chance() < self.leave_rate else None,
+            leaves_s=self.random.uniform(0, (3 if self.is_sick else 40) * self.step_s) if chance() < self.leave_rate else None,
             leaves_after=self.random.randint(1, 10) if chance() < self.leave_rate else None,
             follows=follows,
             kills=self.has_faults and chance() < 0.03,
@@ -174,6 +179,9 @@ class _Drawing:
         until = visitors[-1].comes_s + 60 * self.step_s
         kinds = self.random.sample(KINDS, self.random.randint(1, 4))
         drawn = [self._fault(self.random.choice(kinds), until, len(visitors)) for _ in range(self.random.randint(1, 6))]
+        if self.is_sick:
+            sick = [visitor for visitor in visitors if self.random.random() < 0.6]
+            drawn += [Fault(at_s=visitor.comes_s, kind="poison", whom=visitor.name) for visitor in sick]
         return tuple(sorted(drawn, key=lambda fault: fault.at_s))
 
     def _fault(self, kind: FaultKind, until: float, num_visitors: int) -> Fault:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from repertory.actors.simulation.drawing import draw
@@ -13,7 +14,7 @@ from repertory.actors.simulation.shrinking import Failure, failure_of, shrunk
 
 from .planted import SLIPS, Slip, planted
 
-MOST_SEEDS = 60
+MOST_SEEDS = 100
 
 
 def first_failure(slip: Slip) -> tuple[Scenario, Failure]:
@@ -21,6 +22,9 @@ def first_failure(slip: Slip) -> tuple[Scenario, Failure]:
     others = []
     for seed in range(MOST_SEEDS):
         scenario = slip.trouble(draw(seed))
+        # One policy, so that what shows at a seed does not depend on which ones are installed.
+        config = msgspec.structs.replace(scenario.config, scheduling_policy="fcfs")
+        scenario = msgspec.structs.replace(scenario, config=config)
         failure = failure_of(scenario)
         if failure is not None and failure.rule in slip.rules:
             return scenario, failure
