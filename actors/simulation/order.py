@@ -39,6 +39,7 @@ class _Wait:
         others = [other for other in core.queues.running if other is not seq]
         if seq.state is State.RUNNING:
             self.most = MOST_STEPS + sum(max(0, other.prefill_end - other.num_computed) for other in others)
+            self.most += sum(other.length for other in core.queues.fetching.values())
         else:
             # Nobody comes in before it, so these only become fewer.
             self.most = MOST_STEPS + sum(max(1, other.max_length - other.num_computed) for other in others)

@@ -23,6 +23,7 @@ class Rows:
         self._config = config
         self._answers = answers
         self._decodes: list[Sequence] = []
+        self._num_available = 0
         self._num_prompt_computed: dict[SequenceId, int] = {}
         self._are_uncounted: set[SequenceId] = set()
         self.granted: dict[Key, int] = {}
@@ -46,6 +47,7 @@ class Rows:
     def before_plan(self) -> None:
         """A plan is about to be made."""
         running = self._core.queues.running
+        self._num_available = self._core.cache.num_available  # what a plan sets free it does after its decodes
         self._decodes = [seq for seq in running if not (seq.is_ending or seq.is_prefilling)]
 
     def after_plan(self, step: RunStep | None) -> None:
@@ -72,7 +74,7 @@ class Rows:
         cache = self._core.cache
         owed = [seq for seq in self._decodes if seq.state is State.RUNNING and not seq.is_out_of_credit]
         missing = [seq.seq_id for seq in owed if seq.seq_id not in counts]
-        if missing and cache.num_available > cache.num_blocks // 2:
+        if missing and min(self._num_available, cache.num_available) > cache.num_blocks // 2:
             raise Violation(BUDGET, f"step {step.step_id} has no row for sequences {missing}, which decode")
 
     # ---- a step ---------------------------------------------------------------------------------
