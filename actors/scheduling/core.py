@@ -330,7 +330,7 @@ class SchedulerCore:
             self.gate.last_prefill_s = message.seconds
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
             seq.in_flight -= samples
-        self._fail_rows(message, now)
+        self._fail_rows(draft, message, now)
         self.telling.say(self._take_in(message, now), now)
 
     def _take_in(self, message: StepDone, now: float) -> Sampled:
@@ -380,12 +380,16 @@ class SchedulerCore:
             else:
                 self._finish(seq, "length", now)
 
-    def _fail_rows(self, message: StepDone, now: float) -> None:
-        """End the requests of rows that failed. Where logits were not finite, roll back whoever shared what they computed."""
+    def _fail_rows(self, draft: Draft, message: StepDone, now: float) -> None:
+        """End the requests of rows that failed. Where logits were not finite, roll back whoever shared what they computed.
+
+        Who has ended since the step was sent has nothing to lose, but what it computed must not stay as cache.
+        """
         failed: list[tuple[RequestId, FailedRow]] = []
+        rows = {seq.seq_id: seq for seq in draft.rows} if message.failed else {}
         for failure in message.failed:
-            seq = self.table.sequences.get(failure.seq_id)
-            if seq is None or message.step_id <= seq.void_until:
+            seq = rows[failure.seq_id]
+            if message.step_id <= seq.void_until:
                 continue  # rolled back: it read what another one spoilt, and fails again if it was not that
             for victim in () if failure.is_sound else self.cache.fail(seq.holding, seq.log):
                 self._roll_back(self.table.sequences[victim.seq_id])

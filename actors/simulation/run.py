@@ -9,8 +9,10 @@ in that order, and a row that reads what it should not raises (`gpu/simulated`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -60,6 +62,10 @@ class VirtualDevice:
         self.waited_s[server] += span.waited_s
         return span
 
+    def hang(self, server: str) -> None:
+        """The server begins nothing any more: whatever it is handed from now on, or waits for that, has no end."""
+        self._free_at[server] = math.inf
+
     def _met(self, after: Fences) -> float:
         named = (("step", after.step), ("out", after.copy_out), ("in", after.copy_in))
         return max(self._ends.get((server, int(number)), 0.0) for server, number in named)
@@ -68,9 +74,8 @@ class VirtualDevice:
 @dataclass(order=True)
 class _Event:
     at: float
-    issued: int
-    operation: Operation = field(compare=False)
-    span: Span = field(compare=False)
+    number: int
+    happen: Callable[[], None] = field(compare=False)
 
 
 class VirtualRun:
@@ -87,22 +92,29 @@ class VirtualRun:
         self.ended: dict[RequestId, float] = {}
         self.reports: list[Report] = []
         self._events: list[_Event] = []
-        self._num_issued = 0
+        self._num_events = 0
+
+    def at(self, moment: float, happen: Callable[[], None]) -> None:
+        """Have something happen at `moment`, behind all that was said to happen then before."""
+        self._num_events += 1
+        heapq.heappush(self._events, _Event(moment, self._num_events, happen))
 
     def go(self, arrivals: Iterable[Admit]) -> None:
         """Serve `arrivals`, ordered by `arrival_s`, to the end of the last."""
         coming = iter(arrivals)
         waiting = next(coming, None)
-        while waiting is not None or self._events or self.core.num_live:
+        while waiting is not None or self._is_going():
             self._plan()
             upcoming = [waiting.arrival_s] if waiting is not None else []
             upcoming += [self._events[0].at] if self._events else []
-            wakeup = self.core.next_wakeup()
+            wakeup = self._wakeup()
             upcoming += [wakeup] if wakeup is not None else []
+            if not upcoming and not self._is_going():
+                return
             assert upcoming, f"nothing will happen any more: {self.core.stats()}"
             self._pass(max(self.now, min(upcoming)))
             while self._events and self._events[0].at <= self.now:
-                self._answer(heapq.heappop(self._events))
+                heapq.heappop(self._events).happen()
             while waiting is not None and waiting.arrival_s <= self.now:
                 self.core.on_admit(waiting, self.now)
                 waiting = next(coming, None)
@@ -113,9 +125,18 @@ class VirtualRun:
             self.still_s += until - self.now
         self.now = until
 
+    def _is_going(self) -> bool:
+        return bool(self._events) or self.core.num_live > 0
+
+    def _wakeup(self) -> float | None:
+        return self.core.next_wakeup()
+
+    def _decide(self) -> RunStep | None:
+        return self.core.plan(self.now)
+
     def _plan(self) -> None:
         while True:
-            step = self.core.plan(self.now)
+            step = self._decide()
             before, after = self.core.take_copies()
             steps = [] if step is None else [step]
             operations: list[Operation] = [*before, *steps, *after]
@@ -126,11 +147,9 @@ class VirtualRun:
 
     def _issue(self, operation: Operation) -> None:
         span = self.device.issue(operation, self.now)
-        self._num_issued += 1
-        heapq.heappush(self._events, _Event(span.end, self._num_issued, operation, span))
+        self.at(span.end, partial(self._answer, operation, span))
 
-    def _answer(self, event: _Event) -> None:
-        operation, span = event.operation, event.span
+    def _answer(self, operation: Operation, span: Span) -> None:
         seconds, waited_s = span.end - span.start, span.waited_s
         if isinstance(operation, RunStep):
             done = self.device.executor.run_step(operation)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from repertory.protocol.ids import SequenceId
+from repertory.protocol.messages import Fences
 from repertory.radix.cache import KVCache
 from repertory.radix.pool import FREE, IN_TREE, PRIVATE, BlockPool
 from repertory.radix.tokens import TokenLog
@@ -52,7 +53,7 @@ ROWS = st.lists(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Blocks go from hand to hand; three sets say where each must be."""
+    """Blocks go from hand to hand, and copies and steps use them; sets say where each must be, and who still uses it."""
 
     taken = Bundle("taken")
     entered = Bundle("entered")
@@ -61,17 +62,28 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, num_blocks):
         self.pool = BlockPool(num_blocks)
         self.hands = {FREE: set(range(num_blocks)), PRIVATE: set(), IN_TREE: set()}
+        self.users = {block: {"step": 0, "out": 0, "in": 0} for block in range(num_blocks)}
+        self.sent = {"out": 0, "in": 0}
+        self.ended = {"out": 0, "in": 0}
+        self.num_steps = 0
+
+    def _is_fenced(self, block):
+        """Whether a copy that has not ended uses it."""
+        return any(self.users[block][lane] > self.ended[lane] for lane in self.ended)
 
     def _moved(self, blocks, source, target):
         assert self.hands[source].issuperset(blocks)
         self.hands[source].difference_update(blocks)
         self.hands[target].update(blocks)
 
-    @rule(target=taken, count=st.integers(0, 5))
-    def take(self, count):
+    @rule(target=taken, count=st.integers(0, 5), oldest=st.booleans())
+    def take(self, count, oldest):
         count = min(count, len(self.hands[FREE]))
-        blocks = self.pool.take(count)
+        num_fenced = sum(map(self._is_fenced, self.hands[FREE]))
+        blocks = self.pool.take(count, oldest=oldest)
         assert len(set(blocks)) == count
+        taken_early = sum(map(self._is_fenced, blocks))
+        assert taken_early == max(0, count - (len(self.hands[FREE]) - num_fenced)), "a fenced block, and there were others"
         self._moved(blocks, FREE, PRIVATE)
         return blocks
 
@@ -90,6 +102,29 @@ class PoolMachine(RuleBasedStateMachine):
     def give_back(self, blocks):
         self.pool.free_private(blocks)
         self._moved(blocks, PRIVATE, FREE)
+        for block in blocks:
+            self.users[block]["step"] = max(self.users[block]["step"], self.num_steps)
+
+    @rule()
+    def send_step(self):
+        self.num_steps += 1
+        self.pool.used_in = self.num_steps
+
+    @rule(blocks=st.one_of(taken, entered), lane=st.sampled_from(["out", "in"]))
+    def send_copy(self, blocks, lane):
+        self.sent[lane] += 1
+        self.pool.on_copy_sent(blocks, lane, self.sent[lane])
+        for block in blocks:
+            self.users[block][lane] = self.sent[lane]
+
+    @precondition(lambda self: hasattr(self, "ended") and self.ended != self.sent)
+    @rule(lane=st.sampled_from(["out", "in"]))
+    def end_copy(self, lane):
+        if self.ended[lane] == self.sent[lane]:
+            lane = "in" if lane == "out" else "out"
+        self.ended[lane] += 1
+        self.pool.on_copy_done(Fences(copy_out=self.ended["out"], copy_in=self.ended["in"]))
+        assert self.pool.has_copies == (self.ended != self.sent)
 
     @rule(blocks=consumes(entered), tail=st.integers(0, 5))
     def evict(self, blocks, tail):
@@ -113,6 +148,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_free == len(self.hands[FREE])
             for hand, blocks in self.hands.items():
                 assert all(self.pool.hand(block) == hand for block in blocks)
+            for block, users in self.users.items():
+                assert self.pool.fences([block]) == Fences(users["step"], users["out"], users["in"])
             assert self.pool.problems(sorted(self.hands[PRIVATE]), sorted(self.hands[IN_TREE])) == []
 
 
