@@ -1,11 +1,14 @@
-"""A dozen chats at once, sharing the KV of their common system prompt; or what happens when KV memory runs out.
+"""A dozen chats at once, sharing the KV of their common system prompt; what happens when KV memory runs out; a server that
+loses its device.
 
 usage: scripts/demo [--max-tokens N]
        scripts/demo pressure [--stories N] [--max-tokens N]
+       scripts/demo serve [--max-tokens N]
 
-Both load the demo model (SmolLM2-135M-Instruct, from a PyPI package). The first asks it twelve questions at the
+All load the demo model (SmolLM2-135M-Instruct, from a PyPI package). The first asks it twelve questions at the
 same moment, shows the answers as they stream in side by side, and then what each request cost:
-how soon its first token came, and how much of its prompt it found computed already. The second is `demos/pressure.py`.
+how soon its first token came, and how much of its prompt it found computed already. The second is `demos/pressure.py`, the
+third `demos/serve.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from demos import pressure
+from demos import pressure, serve
 from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
@@ -183,15 +186,19 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def parse() -> argparse.Namespace:
-    """The arguments: `show` is "pressure", or None for the chats."""
+    """The arguments: `show` is "pressure", "serve", or None for the chats."""
     parser = argparse.ArgumentParser(
         prog="scripts/demo", description="Without a name: a dozen chats at once, sharing the KV of their common system prompt."
     )
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens an answer may have (default: %(default)s)")
     words = "KV memory runs out: requests give way to others, by swap or recompute, and lose nothing by it"
-    other = parser.add_subparsers(dest="show", title="another demo").add_parser("pressure", help=words, description=words)
+    others = parser.add_subparsers(dest="show", title="other demos")
+    other = others.add_parser("pressure", help=words, description=words)
     other.add_argument("--stories", type=_at_least(2), default=12, help="requests at once (default: %(default)s)")
     other.add_argument("--max-tokens", type=_at_least(8), default=80, help="tokens of each (default: %(default)s)")
+    words = "a server's device process is killed while a dozen clients stream: they pause, and lose nothing"
+    served = others.add_parser("serve", help=words, description=words)
+    served.add_argument("--max-tokens", type=_at_least(16), default=48, help="tokens an answer has (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -201,6 +208,8 @@ def main() -> int:
     try:
         if arguments.show == "pressure":
             return asyncio.run(pressure.run(arguments.stories, arguments.max_tokens))
+        if arguments.show == "serve":
+            return asyncio.run(serve.run(QUESTIONS, arguments.max_tokens))
         return asyncio.run(run(arguments.max_tokens))
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)

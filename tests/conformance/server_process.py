@@ -1,46 +1,32 @@
-"""A server in a process of its own: `python -m repertory.tests.conformance.server_process '{"model": "demo", ...}'`.
-
-Prints its URL once it serves, and ends with its input.
-"""
+"""`repertory serve` as its users run it: a command, and the URL that it prints."""
 
 from __future__ import annotations
 
-import asyncio
-import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from repertory import Engine
-from repertory.actors.frontends.http.server import serve_embedded
-
-
-async def _serve(settings: dict[str, Any]) -> None:
-    async with Engine(**settings) as engine, serve_embedded(engine) as url:
-        print(url, flush=True)  # noqa: T201 - it is what the parent waits for
-        await asyncio.to_thread(sys.stdin.read)
+ENDS_WITHIN_S = 20.0
 
 
 @contextmanager
 def server_process(**settings: Any) -> Iterator[str]:
     """Runs one with these settings of an engine; gives its URL. What it logs is in the test's output."""
-    command = [sys.executable, "-m", "repertory.tests.conformance.server_process", json.dumps(settings)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+    flags = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "repertory", "serve", "--port", "0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
-            url = process.stdout.readline().strip()
-            assert url.startswith("http://"), "the server did not start: see what it logged"
-            yield url
+            words = process.stdout.readline().split()
+            assert words[:2] == ["serving", "at"], "the server did not start: see what it logged"
+            yield words[2]
         finally:
-            process.stdin.close()
+            process.send_signal(signal.SIGTERM)
             try:
-                assert process.wait(20) == 0
+                assert process.wait(ENDS_WITHIN_S) == 0
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve(json.loads(sys.argv[1])))

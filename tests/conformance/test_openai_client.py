@@ -1,4 +1,4 @@
-"""The official `openai` client against a real server in a process of its own, with the demo model.
+"""The official `openai` client against `repertory serve`: all its processes, two frontends, the demo model.
 
 What it sends and reads is its own business: a field in the wrong shape fails where the client looks for it. What it cannot
 send comes from plain HTTP.
@@ -34,6 +34,7 @@ def url(demo_model: Path) -> Iterator[str]:
         "num_device_blocks": 512,
         "max_model_len": 2048,
         "kv_offloading_size": 0,
+        "frontends": 2,
         "log_level": "warning",
     }
     with server_process(**settings) as found:
