@@ -208,7 +208,6 @@ def wrap_actors(stopwatch: Stopwatch) -> None:
     stopwatch.coroutine(Detokenizer, "run", "detokenizer")
     stopwatch.coroutine(Dispatcher, "run", "dispatcher")
     stopwatch.coroutine(ProcessDevice, "_listen", "receive")
-    stopwatch.coroutine(ProcessDevice, "post_frame", "frames")
     stopwatch.function(SchedulerCore, "plan", "plan")
     stopwatch.function(SchedulerCore, "on_step_done", "apply")
     stopwatch.function(DeviceKeeper, "send", "send")
@@ -268,10 +267,9 @@ COLUMNS = ("wall", "cpu", "core", "plan", "apply", "sched. rest", "send", "recei
 def columns(times: dict[str, float]) -> dict[str, float]:
     """The table's columns. After "core" (the scheduler and its link) come those that each microsecond of the thread is in."""
     found = defaultdict(float, times)
-    actors = ("scheduler", "frames", "receive", "detokenizer", "dispatcher")
+    actors = ("scheduler", "receive", "detokenizer", "dispatcher")
     found["reading"] = found["cpu"] - sum(found[actor] for actor in actors)
     found["sched. rest"] = found["scheduler"] - found["plan"] - found["apply"] - found["send"]
-    found["send"] += found["frames"]
     found["core"] = found["plan"] + found["apply"] + found["sched. rest"] + found["send"] + found["receive"]
     return found
 
