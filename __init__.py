@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .actors.frontends.engine import Engine as Engine
     from .actors.frontends.llm import LLM as LLM
+    from .actors.frontends.remote import connect as connect
     from .actors.frontends.stream import RequestStream as RequestStream
     from .protocol.config import EngineConfig as EngineConfig
     from .protocol.errors import ConfigError as ConfigError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "actors.frontends.engine": ("Engine",),
     "actors.frontends.llm": ("LLM",),
+    "actors.frontends.remote": ("connect",),
     "actors.frontends.stream": ("RequestStream",),
     "protocol.config": ("EngineConfig",),
     "protocol.errors": (

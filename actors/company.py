@@ -9,7 +9,9 @@
                          v
                      Scheduler
 
-All of them share the application's event loop; the device has a process of its own, or threads.
+All of them share the application's event loop; the device has a process of its own, or threads. Left of the Scheduler
+is the frontend half, the rest is the core half (`frontend_half.py`, `core_half.py`); here they are joined by reference,
+served each is a process.
 No circle of waiting: the frontend never waits, the detokenizer waits only for the frontend, the
 scheduler only for the detokenizer, the tokenizer for both.
 
@@ -25,25 +27,17 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from ..gpu.models.config import ModelConfig, load_model_config
+from ..gpu.models.config import load_model_config
 from ..protocol.capacity import Capacity
 from ..protocol.config import EngineConfig
-from ..protocol.messages import Abort, Refused, Submit, TextOut, Tokenized, TokensSampled
-from .detokenizer import Detokenizer
+from .core_half import SETTLE_POLL_S, CoreHalf, mailbox_bound
 from .devices.keeper import DeviceKeeper
-from .frontends.dispatcher import Dispatcher
+from .frontend_half import FrontendHalf, left_over
 from .loop_lag import watch_loop
 from .mailbox import Mailbox
-from .resolving import Resolver
-from .scheduler import Scheduler, SchedulerInbox
+from .resolving import Resolver, read_prompts_for, resolver_for
+from .scheduler import SchedulerInbox
 from .scheduling.core import SchedulerCore
-from .supervising import supervised
-from .text.prompts import PromptReader
-from .tokenizer import Tokenizer
-
-SETTLE_POLL_S = 0.002
-SPARE_ROOM = 256
-"""Inbox room beyond one message for every request there can be."""
 
 
 class Company:
@@ -52,78 +46,52 @@ class Company:
     def __init__(self, keeper: DeviceKeeper, capacity: Capacity, resolver: Resolver, config: EngineConfig) -> None:
         # What can fail comes first: nothing has to be closed then.
         core = SchedulerCore(config, capacity, epoch=keeper.epoch)
-        bound = config.max_num_queued + config.running_limit + SPARE_ROOM
+        bound = mailbox_bound(config)
+        inbox: Mailbox[SchedulerInbox] = Mailbox("scheduler", bound)
+        self.frontend = FrontendHalf(resolver, inbox, bound=bound)
+        self.core = CoreHalf(core, keeper=keeper, inbox=inbox, listener=self.frontend.samples)
         self.keeper = keeper
         self.capacity = capacity
         self.resolver = resolver
-        self.submissions: Mailbox[Submit | Abort] = Mailbox("tokenizer", bound)
-        scheduler_inbox: Mailbox[SchedulerInbox] = Mailbox("scheduler", bound)
-        samples: Mailbox[TokensSampled | Refused] = Mailbox("detokenizer", bound)
-        texts: Mailbox[TextOut | Tokenized] = Mailbox("frontend", bound)
-        self.dispatcher = Dispatcher(texts)
-        self.tokenizer = Tokenizer(
-            resolver, inbox=self.submissions, scheduler=scheduler_inbox, detokenizer=samples, frontend=texts
-        )
-        self.scheduler = Scheduler(
-            core,
-            inbox=scheduler_inbox,
-            device=keeper.send,
-            detokenizer=samples,
-            on_culprit=keeper.on_progress,
-        )
-        self.detokenizer = Detokenizer(resolver.reader.tokenizer, inbox=samples, frontend=texts, scheduler=scheduler_inbox)
-        self._is_closed = False
-        self._mailboxes = (self.submissions, scheduler_inbox, samples, texts)
-        keeper.report_to(scheduler_inbox.post_nowait)
+        self.submissions = self.frontend.submissions
+        self.dispatcher = self.frontend.dispatcher
+        self.tokenizer = self.frontend.tokenizer
+        self.detokenizer = self.frontend.detokenizer
+        self.scheduler = self.core.scheduler
 
     @classmethod
     async def open(cls, config: EngineConfig, model_dir: Path, keeper: DeviceKeeper) -> Company:
         """Open the device and read the tokenizer, side by side. Raises `ConfigError` or `ModelLoadError`."""
         model = await anyio.to_thread.run_sync(load_model_config, model_dir)
-        reading = asyncio.ensure_future(anyio.to_thread.run_sync(_read_prompts_for, config, model_dir, model))
+        reading = asyncio.ensure_future(anyio.to_thread.run_sync(read_prompts_for, config, model_dir, model))
         try:
             capacity = await keeper.open()
         except BaseException:
             await asyncio.wait([reading])
             raise
-        reader = (await reading).within(max_model_len=capacity.max_model_len, vocab_size=capacity.vocab_size)
-        resolver = Resolver(reader, capacity, eos_token_ids=model.eos_token_ids, server_seed=config.seed)
-        return cls(keeper, capacity, resolver, config)
+        return cls(keeper, capacity, resolver_for(await reading, config, capacity, model), config)
 
     async def run(self) -> None:
         """Run every actor until cancelled. An exception that escapes one ends them all and is raised."""
         async with anyio.create_task_group() as actors:
-            actors.start_soon(self.dispatcher.run)
-            actors.start_soon(supervised, "detokenizer", self.detokenizer)
-            actors.start_soon(self.scheduler.run)
-            actors.start_soon(supervised, "tokenizer", self.tokenizer)
-            actors.start_soon(self.keeper.run)
+            actors.start_soon(self.frontend.run)
+            actors.start_soon(self.core.run)
             actors.start_soon(watch_loop)
 
     def close(self) -> None:
         """Close the mailboxes."""
-        self._is_closed = True
-        for mailbox in self._mailboxes:
-            mailbox.close()
+        self.frontend.close()
+        self.core.close()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is anywhere, and everybody has been told."""
-        core = self.scheduler.core
-        busy = (
-            core.num_live,
-            core.num_in_flight,
-            core.num_copies,
-            len(core.telling.histories),
-            self.tokenizer.num_reading,
-            len(self.dispatcher),
-        )
-        return not any(busy) and not any(len(mailbox) for mailbox in self._mailboxes)
+        return self.core.is_idle and self.frontend.is_idle
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until the company is idle; False when it closed before, or `timeout_s` seconds were not enough."""
         with anyio.move_on_after(timeout_s):
-            while not (self.is_idle or self._is_closed):  # noqa: ASYNC110 - idleness is a fact about six tables, not an event
+            while not (self.is_idle or self.core.is_closed):  # noqa: ASYNC110 - idleness is a fact about tables, not an event
                 await anyio.sleep(SETTLE_POLL_S)
         return self.is_idle
 
@@ -132,25 +100,5 @@ class Company:
         core = self.scheduler.core
         found = core.audit()
         if not core.num_live:
-            tables = {
-                "detokenizer": len(self.detokenizer.core),
-                "detokenizer's account": len(self.detokenizer.told),
-                "tokenizer": self.tokenizer.num_reading,
-                "frontend": len(self.dispatcher),
-                "histories": len(core.telling.histories),
-                "worker": self.keeper.num_sequences,
-            }
-            if not core.num_copies:
-                tables["device blocks referenced"] = core.stats().device_blocks.referenced
-                tables["host blocks referenced"] = core.stats().host_blocks.referenced
-            found += [f"{name}: {count} left although no request is live" for name, count in tables.items() if count]
+            found += left_over(self.frontend.tables() | self.core.tables())
         return found
-
-
-def _read_prompts_for(config: EngineConfig, model_dir: Path, model: ModelConfig) -> PromptReader:
-    max_model_len = config.max_model_len or model.max_position_embeddings
-    reader = PromptReader(
-        model_dir, chat_template=config.chat_template, max_model_len=max_model_len, vocab_size=model.vocab_size
-    )
-    reader.warm()
-    return reader

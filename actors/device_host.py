@@ -15,7 +15,6 @@ steps and copies on threads while its event loop sends heartbeats. It is never i
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shutil
 import signal
@@ -36,10 +35,10 @@ from .device import open_executor
 from .devices.codec import FromHost, LaneFailed, ToHost, decode_to_host, encode
 from .devices.threads import DeviceThreads
 from .observing.logs import configure_logging, logger
+from .parent import wake_when_parent_dies
 
 HEARTBEATS_PER_TIMEOUT = 5
 LONGEST_HEARTBEAT_S = 1.0
-PR_SET_PDEATHSIG = 1
 
 OpenExecutor = Callable[[EngineConfig, Path], Executor]
 
@@ -113,8 +112,7 @@ def follow_parent(endpoint: str) -> None:
         shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
         os._exit(0)
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
+    wake_when_parent_dies()
     threading.Thread(target=wait, name="repertory-parent", daemon=True).start()
 
 

@@ -9,11 +9,14 @@ import hashlib
 import secrets
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 
 import msgspec
 
 from ..gpu.executor import Capacity
 from ..gpu.grammars import GrammarChecker
+from ..gpu.models.config import ModelConfig
+from ..protocol.config import EngineConfig
 from ..protocol.errors import UnsupportedError, ValidationError, shorten
 from ..protocol.messages import Admit, Barred, Submit, Tokenized
 from ..protocol.sampling import SamplingParams, check
@@ -128,3 +131,19 @@ def _check_envelope(submit: Submit) -> None:
         raise ValidationError(f"priority must be a 32-bit integer, got {shorten(submit.priority)}", field="priority")
     if submit.tenant is not None and not isinstance(submit.tenant, str):
         raise ValidationError(f"tenant must be text, got {shorten(submit.tenant)}", field="tenant")
+
+
+def read_prompts_for(config: EngineConfig, model_dir: Path, model: ModelConfig) -> PromptReader:
+    """A reader of prompts for this model, warm. Slow: call it in a thread. Raises `ConfigError` or `ModelLoadError`."""
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    reader = PromptReader(
+        model_dir, chat_template=config.chat_template, max_model_len=max_model_len, vocab_size=model.vocab_size
+    )
+    reader.warm()
+    return reader
+
+
+def resolver_for(reader: PromptReader, config: EngineConfig, capacity: Capacity, model: ModelConfig) -> Resolver:
+    """What settles requests for this model on a device of this capacity."""
+    reader = reader.within(max_model_len=capacity.max_model_len, vocab_size=capacity.vocab_size)
+    return Resolver(reader, capacity, eos_token_ids=model.eos_token_ids, server_seed=config.seed)

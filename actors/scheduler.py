@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -19,6 +20,7 @@ from ..protocol.messages import (
     DeviceLost,
     DeviceReady,
     DeviceShared,
+    FrontendLost,
     Refused,
     Resend,
     RunStep,
@@ -30,10 +32,20 @@ from .observing.logs import logger
 from .scheduling.core import SchedulerCore
 from .scheduling.reports import Finished, HostHit, Paused, Preempted, Report
 
-SchedulerInbox = Admit | Abort | Credit | Resend | Closed | StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
+FromFrontend = Admit | Abort | Credit | Resend | Closed
+FromDevice = StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
+SchedulerInbox = FromFrontend | FromDevice | FrontendLost
 
 SendToDevice = Callable[[RunStep | CopyBlocks, float | None], None]
 """Takes a step or a copy and how long it should take, over one ordered link."""
+
+
+class Listener(Protocol):
+    """Takes the scheduler's tokens and refusals: a mailbox, or links to many."""
+
+    async def post(self, message: TokensSampled | Refused, /) -> None:
+        """Take a message, waiting for room where there is none."""
+        ...
 
 
 class Scheduler:
@@ -47,7 +59,7 @@ class Scheduler:
         *,
         inbox: Mailbox[SchedulerInbox],
         device: SendToDevice,
-        detokenizer: Mailbox[TokensSampled | Refused],
+        detokenizer: Listener,
         on_culprit: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,6 +132,8 @@ class Scheduler:
                 self.core.on_closed(message)
             case Resend():
                 self.core.on_resend(message, now)
+            case FrontendLost():
+                self.core.on_frontend_lost(message, now)
             case DeviceShared():
                 self.core.on_device_shared(message)
             case DeviceLost():

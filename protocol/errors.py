@@ -137,6 +137,13 @@ def error_from(problem: Problem) -> RepertoryError:
     return leaf(problem.message)
 
 
+def first_of(error: BaseException) -> BaseException:
+    """The exception behind the groups that task groups wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def shorten(value: Any, limit: int = 80) -> str:
     """`repr(value)` cut to `limit` characters, without making the whole of a huge one."""
     if isinstance(value, (str, bytes)) and len(value) > limit:

@@ -40,10 +40,20 @@ def request_ids(incarnation: int | None = None) -> Callable[[], RequestId]:
     `incarnation` (31 bits) is drawn at random unless a test gives it.
     """
     if incarnation is None:
-        incarnation = secrets.randbits(_INCARNATION_BITS)
+        incarnation = new_incarnation()
     high = (incarnation & ((1 << _INCARNATION_BITS) - 1)) << _COUNTER_BITS
     counter = itertools.count(1)
     return lambda: RequestId(high | next(counter))
+
+
+def new_incarnation() -> int:
+    """A number for a new frontend, drawn at random."""
+    return secrets.randbits(_INCARNATION_BITS)
+
+
+def incarnation_of(request_id: RequestId) -> int:
+    """Which frontend made the id."""
+    return request_id >> _COUNTER_BITS
 
 
 def show_request_id(request_id: RequestId) -> str:

@@ -134,6 +134,12 @@ class Closed(Message, frozen=True):
     request_ids: list[RequestId]
 
 
+class FrontendLost(Message, frozen=True):
+    """A frontend process is gone: nobody reads its requests any more, and nothing of them will be asked for again."""
+
+    incarnation: int
+
+
 class Refused(Message, frozen=True):
     """A request ends before it opened: refused (`problem`), or aborted while it waited (None)."""
 

@@ -13,6 +13,7 @@ from cyclopts import App
 VERBS = {
     "generate": ("generate:generate", "Generate text for one prompt or many."),
     "chat": ("chat:chat", "Talk to a model in the terminal."),
+    "serve": ("serve:serve", "Serve a model over HTTP, to any number of clients."),
     "bench": ("bench:bench", "Measure this engine, or any OpenAI-compatible server."),
 }
 """Verb -> (module in this folder:function, the line in `repertory --help`)."""

@@ -213,7 +213,7 @@ class ProcessDevice:
         status = await process.wait()
         # What it wrote before it ended is still in the pipe and the socket.
         await asyncio.sleep(LOOK_S)
-        self._lose(f"the device host ended with {_status_in_words(status)}")
+        self._lose(f"the device host ended with {status_in_words(status)}")
 
     async def _judge(self) -> None:
         assert self._socket is not None
@@ -253,7 +253,8 @@ class ProcessDevice:
         return "\n" + self._last_words.rstrip() if self._last_words else ""
 
 
-def _status_in_words(status: int) -> str:
+def status_in_words(status: int) -> str:
+    """How a process ended: its status, or the signal by name."""
     if status >= 0:
         return f"status {status}"
     names = {number.value: number.name for number in signal.Signals}

@@ -18,10 +18,11 @@ from anyio.from_thread import start_blocking_portal
 from tqdm import tqdm
 
 from ...protocol.config import EngineConfig
-from ...protocol.errors import EngineDeadError, ValidationError, shorten
+from ...protocol.errors import EngineDeadError, ValidationError, first_of, shorten
 from ...protocol.outputs import BeamSearchOutput, RequestOutput
 from ...protocol.sampling import BeamSearchParams, SamplingParams, check_beams
-from .engine import Engine, Prompt, first_of
+from .engine import Engine
+from .face import Prompt
 
 Messages = list[dict[str, Any]]
 

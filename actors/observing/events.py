@@ -30,6 +30,8 @@ class Event(msgspec.Struct, frozen=True):
 
 
 _LABEL = "the id the client chose; labels may repeat"
+_FRONTEND = "the first half of its requests' ids"
+_PROCESS = "core host, or frontend host and its number"
 _PREEMPTIONS = "times it gave its blocks up"
 
 EVENTS: Mapping[str, Event] = {
@@ -167,8 +169,49 @@ EVENTS: Mapping[str, Event] = {
     "link.bad_message": Event(
         "warning",
         "a frame that is no message was dropped",
-        {"reason": "what does not fit", "num_bytes": "bytes of the frame, count"},
+        {
+            "reason": "what does not fit",
+            "num_bytes": "bytes of the frame, count",
+            "frontend": "the frontend that sent it, where it is known",
+        },
     ),
+    "frontend.joined": Event("info", "a frontend process is served from here on", {"frontend": _FRONTEND}),
+    "frontend.left": Event("info", "a frontend process has taken its leave", {"frontend": _FRONTEND}),
+    "frontend.lost": Event(
+        "warning",
+        "a frontend process is gone, silent, or does not read; its requests are aborted",
+        {"frontend": _FRONTEND, "reason": "how it was noticed"},
+    ),
+    "core.connected": Event("info", "a frontend is served by a core", {"endpoint": "where"}),
+    "core.lost": Event(
+        "error",
+        "the core is gone; open requests of this frontend end with an error, until there is another core",
+        {"reason": "how it was noticed", "num_requests": "requests that end, count"},
+    ),
+    "process.ready": Event("info", "a process of the server serves", {"process": _PROCESS, "pid": "its process id"}),
+    "process.ended": Event(
+        "error",
+        "a process of the server has ended without being told to",
+        {
+            "process": _PROCESS,
+            "reason": "how it ended, or how it was noticed",
+            "restart_in_s": "until it is started again, s; none: the server gives up",
+        },
+    ),
+    "serve.ready": Event(
+        "info",
+        "all processes of the server serve",
+        {
+            "url": "where clients reach it",
+            "endpoint": "where Python frontends reach its core",
+            "frontends": "frontend processes, count",
+            "seconds": "from the start to here, s",
+        },
+    ),
+    "serve.drain": Event(
+        "info", "a signal: what runs is finished, what is new is refused", {"deadline_s": "how long that may take, s"}
+    ),
+    "serve.stop": Event("info", "all processes of the server have ended", {"seconds": "from the start to here, s"}),
     "loop.lag": Event(
         "warning",
         "the event loop was blocked: tokens of all requests came late",

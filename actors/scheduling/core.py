@@ -7,6 +7,7 @@
     on_copy_done            blocks have moved, or not: who waited for them goes on, or starts over
     on_credit               a reader has taken tokens: its request may go on
     on_device_lost          everything the device held is gone; the token logs are here, so nothing else is
+    on_frontend_lost        nobody reads its requests any more
     on_resend, on_closed    the detokenizer lost a request's state, or needs nothing more of it
     take_outputs            what has been decided meanwhile, for the detokenizer
     take_reports            what has happened meanwhile, for the logs
@@ -41,6 +42,7 @@ from ...protocol.messages import (
     DeviceReady,
     DeviceShared,
     FailedRow,
+    FrontendLost,
     Refused,
     Resend,
     RunStep,
@@ -174,6 +176,12 @@ class SchedulerCore:
         """The terminals of these requests are out."""
         for request_id in message.request_ids:
             self.telling.histories.close(request_id)
+
+    def on_frontend_lost(self, message: FrontendLost, now: float) -> None:
+        """Nobody reads these requests any more: they end, and what was kept in case it is asked for again goes."""
+        for request in self.table.made_by(message.incarnation):
+            self._end(request, "abort", now)
+        self.telling.histories.close_all(message.incarnation)
 
     def on_reset(self) -> None:
         """Forget every cached prefix that nobody holds, on both tiers."""

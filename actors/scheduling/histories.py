@@ -6,7 +6,7 @@ for ended ones this table.
 
 from __future__ import annotations
 
-from ...protocol.ids import RequestId
+from ...protocol.ids import RequestId, incarnation_of
 from ...protocol.messages import TokensSampled
 from .request import Request
 
@@ -29,6 +29,10 @@ class Histories:
     def close(self, request_id: RequestId) -> None:
         """Its terminal is out. Ids that are not known are a no-op."""
         self._ended.pop(request_id, None)
+
+    def close_all(self, incarnation: int) -> None:
+        """The frontend that made them is gone."""
+        self._ended = {key: told for key, told in self._ended.items() if incarnation_of(key) != incarnation}
 
     def get(self, request_id: RequestId) -> TokensSampled | None:
         """What its detokenizer was told, from the beginning."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from ...protocol.ids import RequestId, SequenceId
+from ...protocol.ids import RequestId, SequenceId, incarnation_of
 from ...protocol.messages import Admit
 from ...radix.cache import KVCache
 from .request import Request
@@ -34,6 +34,10 @@ class RequestTable:
     def get(self, request_id: RequestId) -> Request | None:
         """The request while it lives."""
         return self._requests.get(request_id)
+
+    def made_by(self, incarnation: int) -> list[Request]:
+        """Requests of one frontend."""
+        return [request for request_id, request in self._requests.items() if incarnation_of(request_id) == incarnation]
 
     def sequence(self, request_id: RequestId, index: int) -> Sequence | None:
         """One sequence of a request that lives, which may have ended itself."""

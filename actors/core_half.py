@@ -1,0 +1,85 @@
+"""The half of a company that decides: the Scheduler and the device it keeps.
+
+                    RunStep, StepDone
+    frontends <==> Scheduler <==========> Worker
+                        <==========> SwapManager
+                    CopyBlocks, CopyDone
+
+Whom it speaks to, it does not know: `listener` takes its tokens and refusals, for a Detokenizer in the same loop or
+for links to many. It imports no model library, so it can be a process that nothing heavy slows down.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from ..protocol.config import EngineConfig
+from .devices.keeper import DeviceKeeper
+from .mailbox import Mailbox
+from .scheduler import Listener, Scheduler, SchedulerInbox
+from .scheduling.core import SchedulerCore
+
+SPARE_ROOM = 256
+"""Inbox room beyond one message for every request there can be."""
+
+SETTLE_POLL_S = 0.002
+
+
+class CoreHalf:
+    """The Scheduler and the keeper of its device, joined. `run` keeps them going until cancelled."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        *,
+        keeper: DeviceKeeper,
+        inbox: Mailbox[SchedulerInbox],
+        listener: Listener,
+    ) -> None:
+        self.keeper = keeper
+        self.inbox = inbox
+        self.scheduler = Scheduler(core, inbox=inbox, device=keeper.send, detokenizer=listener, on_culprit=keeper.on_progress)
+        self.is_closed = False
+        keeper.report_to(inbox.post_nowait)
+
+    async def run(self) -> None:
+        """Run the actors until cancelled. An exception that escapes one ends both and is raised."""
+        async with anyio.create_task_group() as actors:
+            actors.start_soon(self.scheduler.run)
+            actors.start_soon(self.keeper.run)
+
+    def close(self) -> None:
+        """Close the inbox."""
+        self.is_closed = True
+        self.inbox.close()
+
+    # ---- facts ----------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is live here, nothing is under way, and everybody has been told."""
+        core = self.scheduler.core
+        busy = core.num_live, core.num_in_flight, core.num_copies, len(core.telling.histories), len(self.inbox)
+        return not any(busy)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until this half is idle; False when it closed before, or `timeout_s` seconds were not enough."""
+        with anyio.move_on_after(timeout_s):
+            while not (self.is_idle or self.is_closed):  # noqa: ASYNC110 - idleness is a fact about tables, not an event
+                await anyio.sleep(SETTLE_POLL_S)
+        return self.is_idle
+
+    def tables(self) -> dict[str, int]:
+        """What each table holds; nothing, once no request is live."""
+        core = self.scheduler.core
+        tables = {"histories": len(core.telling.histories), "worker": self.keeper.num_sequences}
+        if not core.num_copies:
+            stats = core.stats()
+            tables["device blocks referenced"] = stats.device_blocks.referenced
+            tables["host blocks referenced"] = stats.host_blocks.referenced
+        return tables
+
+
+def mailbox_bound(config: EngineConfig) -> int:
+    """Messages that a mailbox holds unread: one for every request there can be, and some."""
+    return config.max_num_queued + config.running_limit + SPARE_ROOM

@@ -1,0 +1,101 @@
+"""A frontend host: a process that speaks HTTP, with a Tokenizer and a Detokenizer. `python -m repertory.actors.frontend_host`.
+
+`repertory serve` starts as many as it is asked for, and tells each where the core is and which listening socket they
+share (`serving/lines.py`). It is never its own master:
+
+| what happens | what it does |
+| --- | --- |
+| its parent ends, in whatever way | standard input ends, and it is gone |
+| the core ends | its streams end with an error, it answers errors, and connects to the next core |
+| it is told to drain | what is new is refused (503), what runs is finished, and it ends; at the deadline it ends anyway |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+import uvicorn
+
+from ..protocol.errors import EngineDeadError
+from .frontends.face import EngineFace
+from .frontends.remote import RemoteEngine
+from .serving.childhood import Parent, run_child
+from .serving.lines import CoreOrders, FrontendOrders, Ready
+
+GOODBYE_S = 2.0
+"""What connections may take to close once nothing runs any more."""
+
+
+class MakeApp(Protocol):
+    """Makes the ASGI application that serves an engine; while `is_draining` says so it refuses what is new."""
+
+    def __call__(self, engine: EngineFace, *, is_draining: Callable[[], bool]) -> Any:
+        """The application."""
+        ...
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that says when it listens, and leaves signals to those who own the process."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_started()
+
+
+async def serve_http(orders: FrontendOrders, parent: Parent, make_app: MakeApp) -> None:
+    """Serve HTTP until told to drain. Raises what ended it."""
+    async with RemoteEngine(orders.endpoint, timeout_s=None, config=orders.config) as engine:
+        app = make_app(engine, is_draining=parent.is_draining.is_set)
+        config = uvicorn.Config(
+            app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(GOODBYE_S)
+        )
+        server = Server(config, on_started=lambda: parent.say(Ready()))
+        draining = asyncio.create_task(_drain(server, engine, parent))
+        try:
+            await server.serve(sockets=[socket.socket(fileno=orders.socket)])
+        finally:
+            draining.cancel()
+
+
+async def _drain(server: Server, engine: RemoteEngine, parent: Parent) -> None:
+    await parent.is_draining.wait()
+    try:
+        is_done = await engine.drain(parent.drain_s)
+    except EngineDeadError:
+        is_done = True  # whatever ran has ended with the core
+    if not is_done:
+        await engine.aclose()  # streams that are still open end with an error
+    server.should_exit = True
+
+
+def _make_http_app(engine: EngineFace, *, is_draining: Callable[[], bool]) -> Any:
+    http = import_module(".frontends.http.app", __package__)  # brings the web framework with it
+    return http.make_app(engine, is_draining=is_draining)
+
+
+def main(make_app: MakeApp = _make_http_app) -> int:
+    """Run a frontend host; returns its exit status."""
+
+    async def serve(orders: CoreOrders | FrontendOrders, parent: Parent) -> None:
+        assert isinstance(orders, FrontendOrders)
+        await serve_http(orders, parent, make_app)
+
+    return run_child(serve)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,112 @@
+"""What a frontend process and a core process say to each other besides the actors' own messages.
+
+    frontend --Hello--> core --Welcome--> frontend      (or Dismissed, and why)
+    both     --Beat-->  both                            (alive; how much has been read)
+    frontend --StatsAsked, AuditAsked, ResetAsked, DrainAsked--> core --StatsAnswer, AuditAnswer, Done--> frontend
+    frontend --Goodbye--> core
+    core     --Dismissed--> frontend                    (it ends, or has given this frontend up)
+
+Every frame of the link names the core's epoch, a number drawn at its start: what was meant for a core that is gone,
+or comes from it, is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .capacity import Capacity
+from .config import SECRETS, EngineConfig
+from .messages import Message
+from .outputs import EngineStats
+
+Incarnation = Annotated[int, Meta(ge=0, lt=2**31)]
+NumBytes = Annotated[int, Meta(ge=0)]
+
+
+class Hello(Message, frozen=True):
+    """A frontend asks to be served. All its ids carry `incarnation`; both sides must speak the same `version`."""
+
+    incarnation: Incarnation
+    version: str
+
+
+class Welcome(Message, frozen=True):
+    """It is served from here on: what it has to know of the core. The configuration has no secrets."""
+
+    config: EngineConfig
+    capacity: Capacity
+    model_dir: str
+
+
+class Beat(Message, frozen=True):
+    """The sender's loop is alive, and has taken in so many bytes of this link's frames since it began."""
+
+    num_taken_bytes: NumBytes
+
+
+class Dismissed(Message, frozen=True):
+    """The core serves this frontend no more: all its requests have ended."""
+
+    reason: str
+
+
+class Goodbye(Message, frozen=True):
+    """The frontend goes. What it still had is aborted."""
+
+
+class StatsAsked(Message, frozen=True):
+    """Asks for a snapshot."""
+
+    number: int
+
+
+class AuditAsked(Message, frozen=True):
+    """Asks what does not add up in the core."""
+
+    number: int
+
+
+class ResetAsked(Message, frozen=True):
+    """Asks to forget cached prefixes."""
+
+    number: int
+
+
+class DrainAsked(Message, frozen=True):
+    """Asks to refuse what is new and wait, `timeout_s` seconds at most (None: for ever), for what runs."""
+
+    number: int
+    timeout_s: float | None
+
+
+class StatsAnswer(Message, frozen=True):
+    """A consistent snapshot."""
+
+    number: int
+    stats: EngineStats
+
+
+class AuditAnswer(Message, frozen=True):
+    """What does not add up; empty when all is well."""
+
+    number: int
+    problems: list[str]
+
+
+class Done(Message, frozen=True):
+    """What was asked for has been done, or (`ok` false) not in time."""
+
+    number: int
+    ok: bool = True
+
+
+Question = StatsAsked | AuditAsked | ResetAsked | DrainAsked
+Answer = StatsAnswer | AuditAnswer | Done
+
+
+def without_secrets(config: EngineConfig) -> EngineConfig:
+    """The configuration as it may travel."""
+    return msgspec.structs.replace(config, **dict.fromkeys(SECRETS))
