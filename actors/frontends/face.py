@@ -23,6 +23,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineDrainingError, QueueFullError, UnsupportedError, ValidationError
 from ...protocol.ids import RequestId, show_request_id
 from ...protocol.messages import Abort, Admit, Submit, Tokenized
+from ...protocol.metrics import CoreMetrics
 from ...protocol.outputs import BeamSearchOutput, EngineStats
 from ...protocol.sampling import BeamSearchParams, SamplingParams, check_beams
 from ..frontend_half import FrontendHalf
@@ -263,6 +264,15 @@ class EngineFace(ABC):
         """A consistent snapshot."""
 
     @abstractmethod
+    async def metrics(self) -> CoreMetrics:
+        """All that is counted, at one moment."""
+
+    async def metrics_text(self) -> bytes:
+        """All that is counted, in Prometheus' text format: names begin with `repertory_`, nouns and units are vLLM's."""
+        metrics = await self.metrics()
+        return await anyio.to_thread.run_sync(_render, metrics)
+
+    @abstractmethod
     async def audit(self) -> list[str]:
         """What does not add up in blocks, counts and tables; empty when all is well.
 
@@ -283,3 +293,9 @@ class EngineFace(ABC):
 
         Raises `EngineDeadError` when the engine stops meanwhile.
         """
+
+
+def _render(metrics: CoreMetrics) -> bytes:
+    from ..observing.prometheus import render  # whoever never asks never loads it
+
+    return render(metrics)
