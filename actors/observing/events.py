@@ -155,6 +155,9 @@ EVENTS: Mapping[str, Event] = {
             "slowest": "the oldest requests: request_id, label, age_s (s), stage (what it does now)",
         },
     ),
+    "tracing.failed": Event(
+        "warning", "a request's trace could not be made, or not be sent; the request does not notice", {"reason": "why"}
+    ),
     "metrics.failed": Event(
         "warning", "something could not be counted; requests do not notice", {"reason": "the last exception in words"}
     ),
