@@ -14,6 +14,7 @@ VERBS = {
     "generate": ("generate:generate", "Generate text for one prompt or many."),
     "chat": ("chat:chat", "Talk to a model in the terminal."),
     "serve": ("serve:serve", "Serve a model over HTTP, to any number of clients."),
+    "top": ("top:top", "Watch a server in the terminal."),
     "bench": ("bench:bench", "Measure this engine, or any OpenAI-compatible server."),
 }
 """Verb -> (module in this folder:function, the line in `repertory --help`)."""

@@ -81,6 +81,11 @@ class FrontendLink:
             raise EngineDeadError(self._lost.result())
         return self._welcome.result()
 
+    @property
+    def is_welcome(self) -> bool:
+        """Whether the core has answered `greet`."""
+        return self._welcome.done()
+
     async def run(self, outbox: Mailbox[SchedulerInbox], samples: Samples) -> str:
         """Bring the core what is in `outbox` and what it says to `samples`, until the link is lost: returns why."""
         self._samples = samples

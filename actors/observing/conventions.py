@@ -31,7 +31,6 @@ TEXT_COMPLETION = "text_completion"
 
 REQUEST_ID = "repertory.request.id"
 NUM_PREEMPTIONS = "repertory.request.num_preemptions"
-STAGE = "repertory.stage"
 STALLED_SECONDS = "repertory.stalled.seconds"
 STALLED_BY = "repertory.stalled.by"
 """Ids of the requests whose prompts cost this one the most, in falling order."""

@@ -89,7 +89,7 @@ class RequestTrace:
         for stage, start_s, end_s, stalled_s in self._legs(outcome):
             # A child is over before its parent, whatever rounding says.
             start_ns, end_ns = (min(wall_ns(moment), ended_ns) for moment in (start_s, end_s))
-            child = self._tracer.start_span(stage, context, SpanKind.INTERNAL, {name.STAGE: stage}, start_time=start_ns)
+            child = self._tracer.start_span(stage, context, start_time=start_ns)
             if stalled_s:
                 child.set_attribute(name.STALLED_SECONDS, stalled_s)
             child.end(end_ns)

@@ -4,13 +4,24 @@ import ast
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import repertory
 from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
+from repertory.actors.scheduling.reports import Finished, HostHit, Paused, Preempted
 
 ROOT = Path(repertory.__file__).parent
 METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+REPORTED = {
+    event: {field.name for field in msgspec.structs.fields(report)}
+    for event, report in {
+        "request.finished": Finished,
+        "scheduler.preempted": Preempted,
+        "scheduler.host_hit": HostHit,
+        "scheduler.paused": Paused,
+    }.items()
+}
 NAME = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -40,6 +51,20 @@ def test_every_event_that_is_logged_is_listed_with_its_fields():
         for fault in faults(path.read_text(encoding="utf-8"))
     }
     assert not found
+
+
+def test_every_event_of_the_list_is_logged_somewhere_with_its_level_and_all_its_fields():
+    called = {}
+    for folder in ("actors", "gpu"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for _line, name, method, fields in logged(path.read_text(encoding="utf-8")):
+                called.setdefault(name, []).append((method, fields))
+    assert set(EVENTS) == set(called), "an event that nobody logs, or one that is not listed"
+    for name, calls in called.items():
+        assert {method for method, _ in calls} == {EVENTS[name].level}
+        # `**fields` of a report says no names: there the report's own fields are what is logged.
+        said = {field for _, fields in calls for field in fields} | REPORTED.get(name, set())
+        assert EVENTS[name].fields.keys() <= said | COMMON_FIELDS, name
 
 
 @pytest.mark.parametrize(
