@@ -117,7 +117,7 @@ def test_panels_say_what_there_is() -> None:
     memory = text_of(panels.memory(VIEW, rates), 70)
     assert all(part in memory for part in ("50% held", "800 held", "480 cached", "320 free", "60%", "25% since", "2.5 MB"))
     actors = text_of(panels.actors(VIEW, rates), 70)
-    assert all(part in actors for part in ("scheduler", "75%", "↻1", "frontend-00000007"))
+    assert all(part in actors for part in ("scheduler", "core", "75%", "↻1", "00000007"))
     prefixes = text_of(panels.prefixes(VIEW), 100)
     assert all(part in prefixes for part in ("2,048", "5", "3 ways", "1,024 tokens on the host too"))
     slowest = text_of(panels.slowest(VIEW), 70)

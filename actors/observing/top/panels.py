@@ -15,7 +15,7 @@ from .rates import ActorRate, Rates
 
 HELD, CACHED, FREE = "#3fb68b", "#4a7fb5", "#3a3f4b"
 QUIET, WARM, HOT = "#3fb68b", "#e0af50", "#e06c60"
-BAR = 40
+BAR = 30
 STAGE_COLOURS = {
     "decode": "#3fb68b",
     "prefill": "#56b6c2",
@@ -104,11 +104,17 @@ def actors(view: CompanyView, rates: Rates) -> Table:
     for load in view.actors:
         rate = rates.actors.get((load.name, load.process), ActorRate(0.0, 0.0))
         colour = QUIET if rate.busy < 0.5 else WARM if rate.busy < 0.8 else HOT
-        busy = _bar([(rate.busy if rate.busy >= 0.01 else 0.0, colour)], 1.0, width=16)
+        busy = _bar([(rate.busy if rate.busy >= 0.01 else 0.0, colour)], 1.0, width=10)
         busy.append(f" {rate.busy:>4.0%}", style="bold" if rate.busy >= 0.01 else "dim")
         depth = Text(str(load.depth), style="dim" if not load.depth else WARM if load.depth < 100 else HOT)
         restarts = Text(f" ↻{load.num_restarts}", style=HOT) if load.num_restarts else Text()
-        table.add_row(Text(load.name) + restarts, Text(load.process, style="dim"), depth, f"{rate.messages:,.0f}", busy)
+        table.add_row(
+            Text(load.name) + restarts,
+            Text(load.process.removeprefix("frontend-"), style="dim"),
+            depth,
+            f"{rate.messages:,.0f}",
+            busy,
+        )
     return table
 
 
