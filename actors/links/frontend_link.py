@@ -100,9 +100,14 @@ class FrontendLink:
     async def aclose(self) -> None:
         """Take leave where somebody is there to hear it, and close the socket. What is still asked for fails."""
         self._lose("the link has been closed")
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.wait([self._listening])
+        try:
+            if self._listening is not None:
+                self._listening.cancel()
+                await asyncio.wait([self._listening])
+        finally:  # whoever waits here may be cancelled, by a program that knows no shields
+            self._shut()
+
+    def _shut(self) -> None:
         if self._welcome.done():
             self._say(Goodbye())
         self._wire.socket.disable_monitor()

@@ -195,6 +195,19 @@ async def test_the_screen_follows_the_views() -> None:
     assert script.has_ended
 
 
+async def test_a_view_that_comes_as_the_screen_goes_is_nobodys_trouble() -> None:
+    script = Script()
+    app = Top(script)
+    async with app.run_test(size=(150, 44)) as pilot:
+        await script.has_begun.wait()
+        assert script.show is not None
+        script.show(VIEW)
+        await pilot.pause()
+        await app.query_one("#headline").remove()
+        script.show(later())
+    script.show(VIEW)
+
+
 async def test_the_picture_can_be_held_still() -> None:
     script = Script()
     app = Top(script)

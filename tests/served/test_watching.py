@@ -13,8 +13,10 @@ import pytest
 
 from repertory.actors.frontends import remote
 from repertory.actors.links import watching
+from repertory.actors.links.frontend_link import FrontendLink
 from repertory.actors.links.watching import watch
 from repertory.actors.observing.top.app import Top
+from repertory.protocol.errors import EngineDeadError
 from repertory.protocol.view import CompanyView
 from repertory.tests.engine.stage import greedy, last_of, prompt_of
 
@@ -117,3 +119,29 @@ async def test_where_there_is_no_core_it_keeps_looking(monkeypatch: pytest.Monke
         async with asyncio.timeout(10.0):
             assert await seen.get() == f"no core answers at ipc://{sockets}/nobody"
             assert isinstance(await seen.get(), str)
+
+
+@pytest.mark.usefixtures("log_lines")
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 8, 13])
+async def test_whenever_it_is_cancelled_its_sockets_are_closed(num_turns: int, sockets: Path) -> None:
+    made: list[FrontendLink] = []
+
+    class Link(FrontendLink):
+        def __init__(self, endpoint: str, incarnation: int) -> None:
+            super().__init__(endpoint, incarnation)
+            made.append(self)
+
+        async def greet(self) -> Any:
+            self._listening = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
+            raise EngineDeadError("it refuses")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watching, "FrontendLink", Link)
+        watcher = asyncio.ensure_future(watch(f"ipc://{sockets}/nobody", lambda seen: None))
+        while not made:  # noqa: ASYNC110 - the first turn
+            await asyncio.sleep(0)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+    assert all(link._context.closed for link in made)

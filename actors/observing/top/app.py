@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 from rich.console import RenderableType
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
+from textual.css.query import NoMatches
 from textual.widgets import Footer, Sparkline, Static
 
 from ....protocol.view import CompanyView
@@ -103,6 +105,10 @@ class Top(App[None]):
         """The next view, or why there is none."""
         if self._is_held:
             return
+        with contextlib.suppress(NoMatches, ScreenStackError):  # the screen is being taken down while the source still looks
+            self._draw(seen)
+
+    def _draw(self, seen: CompanyView | str) -> None:
         headline = self.query_one("#headline", Static)
         if isinstance(seen, str):
             self._last = None
