@@ -50,6 +50,7 @@ class Company:
         inbox: Mailbox[SchedulerInbox] = Mailbox("scheduler", bound)
         self.frontend = FrontendHalf(resolver, inbox, bound=bound)
         self.core = CoreHalf(core, keeper=keeper, inbox=inbox, listener=self.frontend.samples)
+        self.core.elsewhere = lambda: self.frontend.actor_loads("core")
         self.keeper = keeper
         self.capacity = capacity
         self.resolver = resolver

@@ -11,14 +11,22 @@ for links to many. It imports no model library, so it can be a process that noth
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import anyio
 
 from ..protocol.config import EngineConfig
+from ..protocol.metrics import ActorLoad, CoreMetrics
+from ..protocol.view import CompanyView
 from .devices.keeper import DeviceKeeper
 from .mailbox import Mailbox
+from .observing.loads import load_of
+from .observing.periodic import PeriodicStatistics
 from .observing.recorder import Recorder
 from .scheduler import Listener, Scheduler, SchedulerInbox
 from .scheduling.core import SchedulerCore
+from .scheduling.looking import metrics_of, view_of
 
 SPARE_ROOM = 256
 """Inbox room beyond one message for every request there can be."""
@@ -49,6 +57,9 @@ class CoreHalf:
             recorder=self.recorder,
         )
         self.is_closed = False
+        self.statistics = PeriodicStatistics(core, self.actor_loads)
+        self.elsewhere: Callable[[], list[ActorLoad]] = list
+        """Loads of actors that are not in this half: the frontends'."""
         keeper.report_to(inbox.post_nowait)
 
     async def run(self) -> None:
@@ -56,6 +67,7 @@ class CoreHalf:
         async with anyio.create_task_group() as actors:
             actors.start_soon(self.scheduler.run)
             actors.start_soon(self.keeper.run)
+            actors.start_soon(self.statistics.run)
 
     def close(self) -> None:
         """Close the inbox, and the trace if there is one."""
@@ -75,6 +87,20 @@ class CoreHalf:
         core, num_open = self.scheduler.core, len(self.scheduler.accounts)
         busy = core.num_live, core.num_in_flight, core.num_copies, len(core.telling.histories), num_open, len(self.inbox)
         return not any(busy)
+
+    def actor_loads(self) -> list[ActorLoad]:
+        """Of all actors that are known of."""
+        return [load_of(self.inbox, "core"), *self.elsewhere()]
+
+    def metrics(self) -> CoreMetrics:
+        """All that is counted."""
+        actors = self.actor_loads()
+        return metrics_of(self.scheduler.core, actors, num_frontends=_num_frontends(actors))
+
+    def view(self) -> CompanyView:
+        """What there is to see now."""
+        actors = self.actor_loads()
+        return view_of(self.scheduler.core, time.monotonic(), actors, num_frontends=_num_frontends(actors))
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until this half is idle; False when it closed before, or `timeout_s` seconds were not enough."""
@@ -96,6 +122,10 @@ class CoreHalf:
             tables["device blocks referenced"] = stats.device_blocks.referenced
             tables["host blocks referenced"] = stats.host_blocks.referenced
         return tables
+
+
+def _num_frontends(actors: list[ActorLoad]) -> int:
+    return len({actor.process for actor in actors if actor.name == "dispatcher"})
 
 
 def mailbox_bound(config: EngineConfig) -> int:

@@ -19,9 +19,11 @@ import anyio
 from ..protocol.errors import RepertoryError
 from ..protocol.ids import RequestId, request_ids
 from ..protocol.messages import Abort, Credit, Refused, Submit, TextOut, Tokenized, TokensSampled
+from ..protocol.metrics import ActorLoad
 from .detokenizer import Detokenizer
 from .frontends.dispatcher import Dispatcher
 from .mailbox import Mailbox
+from .observing.loads import load_of
 from .resolving import Resolver
 from .scheduler import SchedulerInbox
 from .supervising import supervised
@@ -45,7 +47,7 @@ class FrontendHalf:
         self.new_id = request_ids(incarnation)
         self.submissions: Mailbox[Submit | Abort] = Mailbox("tokenizer", bound)
         self.samples: Mailbox[TokensSampled | Refused] = Mailbox("detokenizer", bound)
-        texts: Mailbox[TextOut | Tokenized] = Mailbox("frontend", bound)
+        texts: Mailbox[TextOut | Tokenized] = Mailbox("dispatcher", bound)
         self.dispatcher = Dispatcher(texts)
         self.tokenizer = Tokenizer(resolver, inbox=self.submissions, scheduler=core, detokenizer=self.samples, frontend=texts)
         self.detokenizer = Detokenizer(resolver.reader.tokenizer, inbox=self.samples, frontend=texts, scheduler=core)
@@ -56,8 +58,8 @@ class FrontendHalf:
         """Run the actors until cancelled. An exception that escapes one ends them all and is raised."""
         async with anyio.create_task_group() as actors:
             actors.start_soon(self.dispatcher.run)
-            actors.start_soon(supervised, "detokenizer", self.detokenizer)
-            actors.start_soon(supervised, "tokenizer", self.tokenizer)
+            actors.start_soon(supervised, "detokenizer", self.detokenizer, self.samples.load)
+            actors.start_soon(supervised, "tokenizer", self.tokenizer, self.submissions.load)
 
     def fail_all(self, error: RepertoryError) -> None:
         """The core has gone: whoever waits gets `error`, and nothing is sent any more."""
@@ -93,6 +95,10 @@ class FrontendHalf:
     def has_mail(self) -> bool:
         """Whether a message is unread in this half."""
         return any(len(mailbox) for mailbox in self._mailboxes)
+
+    def actor_loads(self, process: str = "") -> list[ActorLoad]:
+        """Of the actors here, which live in `process`."""
+        return [load_of(mailbox, process) for mailbox in self._mailboxes]
 
     def tables(self) -> dict[str, int]:
         """What each table holds; nothing, once no request is live."""

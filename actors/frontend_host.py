@@ -27,6 +27,7 @@ from .frontends.face import EngineFace
 from .frontends.http.app import make_app
 from .frontends.http.server import server_config
 from .frontends.remote import RemoteEngine
+from .observing.exporting import traces_exported
 from .serving.childhood import Parent, run_child
 from .serving.lines import CoreOrders, FrontendOrders, Ready
 
@@ -63,15 +64,20 @@ class Server(uvicorn.Server):
 
 async def serve_http(orders: FrontendOrders, parent: Parent, make_app: MakeApp) -> None:
     """Serve HTTP until told to drain. Raises what ended it."""
-    async with RemoteEngine(orders.endpoint, timeout_s=None, config=orders.config) as engine:
-        app = make_app(engine, is_draining=parent.is_draining.is_set)
-        config = server_config(app, timeout_graceful_shutdown=int(GOODBYE_S))
-        server = Server(config, on_started=lambda: parent.say(Ready()))
-        draining = asyncio.create_task(_drain(server, engine, parent))
-        try:
-            await server.serve(sockets=[socket.socket(fileno=orders.socket)])
-        finally:
-            draining.cancel()
+    with traces_exported():
+        async with RemoteEngine(orders.endpoint, timeout_s=None, config=orders.config) as engine:
+            await _serve_engine(engine, orders, parent, make_app)
+
+
+async def _serve_engine(engine: RemoteEngine, orders: FrontendOrders, parent: Parent, make_app: MakeApp) -> None:
+    app = make_app(engine, is_draining=parent.is_draining.is_set)
+    config = server_config(app, timeout_graceful_shutdown=int(GOODBYE_S))
+    server = Server(config, on_started=lambda: parent.say(Ready()))
+    draining = asyncio.create_task(_drain(server, engine, parent))
+    try:
+        await server.serve(sockets=[socket.socket(fileno=orders.socket)])
+    finally:
+        draining.cancel()
 
 
 async def _drain(server: Server, engine: RemoteEngine, parent: Parent) -> None:

@@ -10,12 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from typing import Generic, TypeVar
 
 import anyio
 
 M = TypeVar("M")
+
+
+class Load:
+    """What a mailbox's reader has done so far. A turn is a batch, from taking it to asking for the next one."""
+
+    __slots__ = ("handler_s", "num_messages", "num_restarts", "num_turns")
+
+    def __init__(self) -> None:
+        self.num_messages = 0
+        self.num_turns = 0
+        self.handler_s = 0.0
+        self.num_restarts = 0
 
 
 class Mailbox(Generic[M]):
@@ -28,6 +41,8 @@ class Mailbox(Generic[M]):
         self._reader: asyncio.Future[None] | None = None
         self._senders: deque[tuple[asyncio.Future[None], M]] = deque()
         self._is_closed = False
+        self.load = Load()
+        self._taken_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._unread)
@@ -68,6 +83,9 @@ class Mailbox(Generic[M]):
         """
         if self._is_closed:
             raise anyio.ClosedResourceError
+        if self._taken_s is not None:
+            self.load.handler_s += time.monotonic() - self._taken_s
+            self._taken_s = None
         if self._unread:
             await asyncio.sleep(0)
         else:
@@ -78,6 +96,9 @@ class Mailbox(Generic[M]):
             sender, message = self._senders.popleft()
             batch.append(message)
             _wake(sender)
+        self.load.num_turns += 1
+        self.load.num_messages += len(batch)
+        self._taken_s = time.monotonic()
         return batch
 
     async def _news(self, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,7 @@ from .text.prompts import PromptReader
 
 MAX_LABEL_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_TRACE_CHARACTERS = 4096
 
 
 class Resolver:
@@ -129,8 +131,20 @@ def _check_envelope(submit: Submit) -> None:
         )
     if type(submit.priority) is not int or abs(submit.priority) >= 2**31:
         raise ValidationError(f"priority must be a 32-bit integer, got {shorten(submit.priority)}", field="priority")
+    _check_trace_context(submit.trace_context)
     if submit.tenant is not None and not isinstance(submit.tenant, str):
         raise ValidationError(f"tenant must be text, got {shorten(submit.tenant)}", field="tenant")
+
+
+def _check_trace_context(context: Any) -> None:
+    if context is None:
+        return
+    is_text = isinstance(context, dict) and all(isinstance(text, str) for item in context.items() for text in item)
+    if not is_text or sum(len(key) + len(value) for key, value in context.items()) > MAX_TRACE_CHARACTERS:
+        raise ValidationError(
+            f"trace_context must be texts by text, at most {MAX_TRACE_CHARACTERS} characters, got {shorten(context)}",
+            field="trace_context",
+        )
 
 
 def read_prompts_for(config: EngineConfig, model_dir: Path, model: ModelConfig) -> PromptReader:

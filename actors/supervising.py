@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ..protocol.errors import EngineDeadError
 from .devices.budget import RestartBudget
+from .mailbox import Load
 from .observing.logs import logger
 
 MAX_CRASHES = 5
@@ -25,8 +26,11 @@ class Restartable(Protocol):
         ...
 
 
-async def supervised(name: str, actor: Restartable) -> None:
-    """Run `actor`, and again after each crash; give up, with `EngineDeadError`, after more than 5 in a minute."""
+async def supervised(name: str, actor: Restartable, load: Load | None = None) -> None:
+    """Run `actor`, and again after each crash; give up, with `EngineDeadError`, after more than 5 in a minute.
+
+    `load` is told of the restarts.
+    """
     budget = RestartBudget(MAX_CRASHES, WINDOW_S)
     while True:
         try:
@@ -35,4 +39,6 @@ async def supervised(name: str, actor: Restartable) -> None:
             logger(name).error("actor.failed", reason=repr(error), exc_info=error)
             if budget.on_death(time.monotonic()) is None:
                 raise EngineDeadError(f"the {name} crashed {MAX_CRASHES + 1} times in {WINDOW_S:g} s: {error!r}") from error
+            if load is not None:
+                load.num_restarts += 1
             await actor.recover()

@@ -3,6 +3,7 @@
     frontend --Hello--> core --Welcome--> frontend      (or Dismissed, and why)
     both     --Beat-->  both                            (alive; how much has been read)
     frontend --StatsAsked, AuditAsked, ResetAsked, DrainAsked--> core --StatsAnswer, AuditAnswer, Done--> frontend
+    frontend --MetricsAsked, ViewAsked--> core --MetricsAnswer, ViewAnswer--> frontend
     frontend --Goodbye--> core
     core     --Dismissed--> frontend                    (it ends, or has given this frontend up)
 
@@ -20,7 +21,9 @@ from msgspec import Meta
 from .capacity import Capacity
 from .config import SECRETS, EngineConfig
 from .messages import Message
+from .metrics import ActorLoads, CoreMetrics
 from .outputs import EngineStats
+from .view import CompanyView
 
 Incarnation = Annotated[int, Meta(ge=0, lt=2**31)]
 NumBytes = Annotated[int, Meta(ge=0)]
@@ -43,9 +46,13 @@ class Welcome(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The sender's loop is alive, and has taken in so many bytes of this link's frames since it began."""
+    """The sender's loop is alive, and has taken in so many bytes of this link's frames since it began.
+
+    A frontend also says how its actors are, for whoever looks at the whole company.
+    """
 
     num_taken_bytes: NumBytes
+    actors: ActorLoads = []
 
 
 class Dismissed(Message, frozen=True):
@@ -83,6 +90,18 @@ class DrainAsked(Message, frozen=True):
     timeout_s: Seconds | None
 
 
+class MetricsAsked(Message, frozen=True):
+    """Asks for all that is counted."""
+
+    number: int
+
+
+class ViewAsked(Message, frozen=True):
+    """Asks what there is to see."""
+
+    number: int
+
+
 class StatsAnswer(Message, frozen=True):
     """A consistent snapshot."""
 
@@ -97,6 +116,27 @@ class AuditAnswer(Message, frozen=True):
     problems: list[str]
 
 
+class MetricsAnswer(Message, frozen=True):
+    """All that is counted."""
+
+    number: int
+    metrics: CoreMetrics
+
+
+class ViewAnswer(Message, frozen=True):
+    """What there is to see."""
+
+    number: int
+    view: CompanyView
+
+
+class NotAnswered(Message, frozen=True):
+    """The core cannot say: looking at itself failed. It serves on."""
+
+    number: int
+    reason: str
+
+
 class Done(Message, frozen=True):
     """What was asked for has been done, or (`ok` false) not in time."""
 
@@ -104,8 +144,8 @@ class Done(Message, frozen=True):
     ok: bool = True
 
 
-Question = StatsAsked | AuditAsked | ResetAsked | DrainAsked
-Answer = StatsAnswer | AuditAnswer | Done
+Question = StatsAsked | AuditAsked | ResetAsked | DrainAsked | MetricsAsked | ViewAsked
+Answer = StatsAnswer | AuditAnswer | Done | MetricsAnswer | ViewAnswer | NotAnswered
 
 
 def without_secrets(config: EngineConfig) -> EngineConfig:

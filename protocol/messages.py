@@ -31,6 +31,7 @@ from .config import EngineConfig
 from .conversation import Conversation
 from .errors import Problem
 from .ids import BlockId, CopyId, Epoch, RequestId, SequenceId, StepId
+from .journey import Journey
 from .sampling import FinishReason, SamplingParams
 
 
@@ -411,6 +412,8 @@ class SequenceEnd(Columns, frozen=True):
     num_preemptions: int = 0
     index: int = 0
     """The sequence, or `ALL_SEQUENCES` where the request ends as a whole, opened or not."""
+    journey: Journey | None = None
+    """With the last of a request: what held it, up to here."""
 
 
 class PromptLogprobs(Columns, frozen=True):
@@ -471,6 +474,8 @@ class TextDelta(Columns, frozen=True):
     """Of `token_ids`, where they are asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the request's prompt from its second token on, once, where they are asked for."""
+    journey: Journey | None = None
+    """Of a request that ends with this, unless a stop string ended it: what held it, up to its last token."""
 
     @property
     def is_terminal(self) -> bool:

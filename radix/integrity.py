@@ -117,6 +117,8 @@ def _ring_problems(tree: PrefixTree, nodes: list[Node]) -> list[str]:
     evictable = sum(len(node.blocks) for node in nodes if node.locks == 0)
     if evictable != tree.num_evictable:
         found.append(f"{tree.num_evictable} blocks counted evictable, {evictable} are")
+    if tree.num_nodes != len(nodes):
+        found.append(f"{tree.num_nodes} nodes counted, {len(nodes)} are there")
     return found
 
 

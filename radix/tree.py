@@ -59,6 +59,7 @@ class PrefixTree(Lookup):
         self.pool = pool
         self.num_evictable = 0
         self.num_evicted = 0  # device blocks taken from the cache so far
+        self.num_nodes = 0  # without the roots
         self.ring = Ring()
         self.host: HostTier | None = None
         self.watcher: TreeWatcher | None = None
@@ -222,6 +223,7 @@ class PrefixTree(Lookup):
 
     def _adopt(self, parent: Node, child: Node) -> None:
         first = bytes(child.tokens[: self.width])
+        self.num_nodes += 1
         parent.children.setdefault(self.key(first), []).append(child)
         insort(parent.order, first)
 
@@ -322,6 +324,7 @@ class PrefixTree(Lookup):
     def _disown(self, node: Node, first: bytes) -> None:
         parent = node.parent
         assert parent is not None
+        self.num_nodes -= 1
         if self.host is not None:
             self.host.on_disown(node, parent)
         key = self.key(first)
@@ -347,6 +350,10 @@ class PrefixTree(Lookup):
     def namespaces(self) -> list[Hashable]:
         """Namespaces that have a root."""
         return list(self._roots)
+
+    def roots(self) -> list[Node]:
+        """The roots of all namespaces."""
+        return list(self._roots.values())
 
     def nodes_below(self, root: Node) -> Iterator[Node]:
         """`root` and every node below it, parents after their children."""

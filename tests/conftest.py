@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import structlog
 from structlog.testing import LogCapture
+from structlog.typing import EventDict, Processor
 
 from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
 from repertory.tests.engine.stage import Stage
@@ -52,14 +53,29 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def log_lines() -> Iterator[list[dict]]:
     """Every line logged in the test, as its fields. Each must be an event of the list, with fields that the list knows."""
     capture = LogCapture()
+    strangers: list[str] = []
     structlog.reset_defaults()
-    structlog.configure(processors=[capture])
+    structlog.configure(processors=[_check_against_list(strangers), capture])
     yield capture.entries
     structlog.reset_defaults()
-    for line in capture.entries:
-        assert line["event"] in EVENTS, line
-        unknown = set(line) - set(EVENTS[line["event"]].fields) - COMMON_FIELDS - {"event", "log_level"}
-        assert not unknown, f"{line['event']} has fields that its list does not know: {unknown}"
+    assert not strangers
+
+
+def _check_against_list(strangers: list[str]) -> Processor:
+    """Notes what is logged and not as `EVENTS` has it; on the fly, since a test may forget lines that it has read."""
+
+    def check(_logger: object, method: str, line: EventDict) -> EventDict:
+        event = EVENTS.get(line["event"])
+        if event is None:
+            strangers.append(f"{line['event']} is not in the list of events")
+            return line
+        if unknown := set(line) - set(event.fields) - COMMON_FIELDS - {"event", "log_level"}:
+            strangers.append(f"{line['event']} has fields that its list does not know: {sorted(unknown)}")
+        if method != event.level:
+            strangers.append(f"{line['event']} is logged as {method}, and listed as {event.level}")
+        return line
+
+    return check
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ VERBS = {
     "serve": ("serve:serve", "Serve a model over HTTP, to any number of clients."),
     "simulate": ("simulate:simulate", "Replay a recorded run, or try another policy on it, without a device."),
     "trace": ("trace:trace", "Why was this request slow? Every request's way through a run, from its trace or logs."),
+    "top": ("top:top", "Watch a server in the terminal."),
     "bench": ("bench:bench", "Measure this engine, or any OpenAI-compatible server."),
 }
 """Verb -> (module in this folder:function, the line in `repertory --help`)."""

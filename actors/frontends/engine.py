@@ -14,6 +14,7 @@ import anyio.to_thread
 from ...gpu.models.source import resolve_model
 from ...protocol.config import EngineConfig, checked
 from ...protocol.errors import EngineDeadError, RepertoryError, first_of
+from ...protocol.metrics import CoreMetrics
 from ...protocol.outputs import EngineStats
 from ..company import Company
 from ..device import DeviceOpener, check_buildable
@@ -136,6 +137,10 @@ class Engine(EngineFace):
     async def stats(self) -> EngineStats:
         """A consistent snapshot."""
         return self._running().scheduler.core.stats()
+
+    async def metrics(self) -> CoreMetrics:
+        """All that is counted."""
+        return self._running().core.metrics()
 
     async def audit(self) -> list[str]:
         """What does not add up in blocks, counts and tables; empty when all is well.

@@ -24,9 +24,11 @@ from ...protocol.conversation import Conversation
 from ...protocol.errors import EngineDrainingError, QueueFullError, UnsupportedError, ValidationError
 from ...protocol.ids import RequestId, show_request_id
 from ...protocol.messages import Abort, Admit, Submit, Tokenized
+from ...protocol.metrics import CoreMetrics
 from ...protocol.outputs import BeamSearchOutput, EngineStats
 from ...protocol.sampling import BeamSearchParams, SamplingParams, check_beams
 from ..frontend_half import FrontendHalf
+from ..observing import tracing
 from ..observing.logs import logger
 from ..scheduling.limits import longest_sequence
 from ..scheduling.policies import load_policy
@@ -112,8 +114,9 @@ class EngineFace(ABC):
         """Submit a request at once and return its stream of outputs.
 
         `prompt` is text, token ids, or chat messages. `request_id` is a label for logs and `abort`; it may
-        repeat. `cache_salt` keeps its cached prefixes apart from everybody else's. A request that is wrong
-        raises its `RequestError` when the stream is read.
+        repeat. `cache_salt` keeps its cached prefixes apart from everybody else's. `trace_context` holds the W3C headers
+        (`traceparent`, `tracestate`) of the caller's trace. A request that is wrong raises its `RequestError` when the
+        stream is read.
         """
         half = self._living()
         if self._task is None or asyncio.get_running_loop() is not self._task.get_loop():
@@ -127,7 +130,7 @@ class EngineFace(ABC):
             cache_salt=cache_salt,
             trace_context=trace_context,
         )
-        delivery = Delivery(submit)
+        delivery = self._traced(submit)
         stream = self._stream(delivery, half)
         if self.is_draining:
             delivery.fail(EngineDrainingError("the engine is draining and takes no new requests"))
@@ -147,7 +150,7 @@ class EngineFace(ABC):
         half = self._living()
         tokenized, admit = resolved
         submit = Submit(admit.request_id, admit.label, tokenized.prompt or tokenized.token_ids, params, time.monotonic())
-        delivery = Delivery(submit)
+        delivery = Delivery(submit) if admit.holds else self._traced(submit)
         delivery.on_tokenized(tokenized)
         stream = self._stream(delivery, half)
         if half.core.post_nowait(msgspec.structs.replace(admit, arrival_s=submit.arrival_s)):
@@ -230,6 +233,11 @@ class EngineFace(ABC):
             **fields,
         )
 
+    def _traced(self, submit: Submit) -> Delivery:
+        delivery = Delivery(submit)
+        delivery.trace = tracing.begin(submit, self.config.served_model_name or self.config.model)
+        return delivery
+
     def _stream(self, delivery: Delivery, half: FrontendHalf) -> RequestStream:
         return RequestStream(delivery, half.abort_nowait, half.grant, credit_window=self.config.credit_window)
 
@@ -270,6 +278,15 @@ class EngineFace(ABC):
         """A consistent snapshot."""
 
     @abstractmethod
+    async def metrics(self) -> CoreMetrics:
+        """All that is counted, at one moment."""
+
+    async def metrics_text(self) -> bytes:
+        """All that is counted, in Prometheus' text format: names begin with `repertory_`, nouns and units are vLLM's."""
+        metrics = await self.metrics()
+        return await anyio.to_thread.run_sync(_render, metrics)
+
+    @abstractmethod
     async def audit(self) -> list[str]:
         """What does not add up in blocks, counts and tables; empty when all is well.
 
@@ -290,3 +307,9 @@ class EngineFace(ABC):
 
         Raises `EngineDeadError` when the engine stops meanwhile.
         """
+
+
+def _render(metrics: CoreMetrics) -> bytes:
+    from ..observing.prometheus import render  # whoever never asks never loads it
+
+    return render(metrics)

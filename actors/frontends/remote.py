@@ -20,7 +20,19 @@ from ...gpu.models.config import load_model_config
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError, EngineDeadError, first_of
 from ...protocol.ids import new_incarnation
-from ...protocol.link import AuditAnswer, AuditAsked, Done, DrainAsked, ResetAsked, StatsAnswer, StatsAsked, Welcome
+from ...protocol.link import (
+    AuditAnswer,
+    AuditAsked,
+    Done,
+    DrainAsked,
+    MetricsAnswer,
+    MetricsAsked,
+    ResetAsked,
+    StatsAnswer,
+    StatsAsked,
+    Welcome,
+)
+from ...protocol.metrics import CoreMetrics
 from ...protocol.outputs import EngineStats
 from ..core_half import SETTLE_POLL_S, left_over, mailbox_bound
 from ..frontend_half import FrontendHalf
@@ -28,6 +40,7 @@ from ..links.controls import SETTLE_S
 from ..links.frontend_link import ANSWER_S, FrontendLink
 from ..loop_lag import watch_loop
 from ..mailbox import Mailbox
+from ..observing.loads import load_of
 from ..observing.logs import configure_logging
 from ..resolving import Resolver, read_prompts_for, resolver_for
 from ..scheduler import SchedulerInbox
@@ -128,6 +141,7 @@ class RemoteEngine(EngineFace):
             self._log.info("core.connected", endpoint=self.endpoint)
             if not ready.done():
                 ready.set_result(None)
+            link.actor_loads = lambda: [*half.actor_loads(), load_of(half.core)]
             reason = await link.run(half.core, half.samples)
             await self._hear_out(half)
             group.cancel_scope.cancel()
@@ -210,6 +224,13 @@ class RemoteEngine(EngineFace):
         answer = await link.ask(StatsAsked)
         assert isinstance(answer, StatsAnswer)
         return answer.stats
+
+    async def metrics(self) -> CoreMetrics:
+        """All that the core counts, of all frontends. Raises `EngineDeadError` where none answers."""
+        _, link = self._connection()
+        answer = await link.ask(MetricsAsked)
+        assert isinstance(answer, MetricsAnswer)
+        return answer.metrics
 
     async def audit(self) -> list[str]:
         """What does not add up in the core or in this process; empty when all is well.

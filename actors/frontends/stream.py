@@ -9,6 +9,7 @@ async generator that is still referenced closes nothing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -16,9 +17,12 @@ import msgspec
 
 from ...protocol.errors import Problem, RepertoryError, error_from, problem_of
 from ...protocol.ids import RequestId
+from ...protocol.journey import Journey
 from ...protocol.messages import Metrics, Submit, TextDelta, Tokenized
 from ...protocol.outputs import Logprob, RequestOutput
 from ...protocol.sampling import MAX_N, FinishReason, OutputKind
+from ..observing.tracing import Outcome, RequestTrace
+from ..scheduling.journeys import handed_over
 from .completion import Completion, by_token
 
 GRANTS_PER_WINDOW = 4
@@ -47,6 +51,7 @@ class Delivery:
         self.is_over = False
         """Whether its terminal has come."""
         self.is_closed = False
+        self.trace: RequestTrace | None = None
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -82,11 +87,32 @@ class Delivery:
         if is_fault and not any(completion.token_ids for completion in self.completions):
             self.problem = delta.problem  # refused: nothing came, and nothing will
         self._has_news = self.problem is None
+        journey = delta.journey
+        if journey is not None and self.trace is not None:
+            since_s = time.monotonic() - self.arrival_s
+            journey = handed_over(journey, since_s, since_s)
+        self._end_trace(delta.problem, delta.num_cached_tokens, journey)
+
+    def _end_trace(self, problem: Problem | None, num_cached_tokens: int = 0, journey: Journey | None = None) -> None:
+        if self.trace is None:
+            return
+        outcome = Outcome(
+            finish_reasons=[one.finish_reason or "error" for one in self.completions],
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=sum(len(one.token_ids) for one in self.completions),
+            num_cached_tokens=num_cached_tokens,
+            metrics=self.metrics,
+            journey=journey,
+            problem=problem,
+        )
+        self.trace.end(outcome)
+        self.trace = None
 
     def fail(self, error: RepertoryError) -> None:
         """No terminal will come. What has arrived can still be read."""
         if not self.has_ended:
             self.problem = problem_of(error)
+            self._end_trace(self.problem)
             self._wake()
 
     def close(self) -> None:

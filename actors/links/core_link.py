@@ -20,6 +20,7 @@ import time
 from collections import deque
 
 import anyio
+import msgspec
 import zmq
 import zmq.asyncio
 from anyio.abc import TaskGroup
@@ -28,6 +29,7 @@ from ...protocol.errors import RequestError, problem_of, shorten
 from ...protocol.ids import incarnation_of
 from ...protocol.link import Beat, Dismissed, Goodbye, Hello, Question, Welcome
 from ...protocol.messages import Admit, FrontendLost, Refused, TokensSampled
+from ...protocol.metrics import ActorLoad
 from ..core_half import CoreHalf
 from ..mailbox import Mailbox
 from ..observing.logs import logger
@@ -56,6 +58,7 @@ class Frontend:
         """Whether it has begun to send life signs: it reads its tokenizer first."""
         self.account = Account()
         self.num_questions = 0
+        self.actors: list[ActorLoad] = []
 
     @property
     def name(self) -> str:
@@ -89,11 +92,20 @@ class CoreLink:
     async def run(self, half: CoreHalf, welcome: Welcome) -> None:
         """Serve until cancelled."""
         self._half, self._welcome = half, welcome
+        half.elsewhere = self._actor_loads
         async with anyio.create_task_group() as duties:
             self._duties: TaskGroup = duties
             duties.start_soon(self._wire.listen, self._on_frame)
             duties.start_soon(self._beat)
             duties.start_soon(self._judge)
+
+    def _actor_loads(self) -> list[ActorLoad]:
+        """As the frontends told them last."""
+        return [
+            msgspec.structs.replace(load, process=f"frontend-{frontend.name}")
+            for frontend in self._frontends.values()
+            for load in frontend.actors
+        ]
 
     def close(self, reason: str) -> None:
         """Tell everybody that the core ends, and close the socket. Blocks for a moment while that leaves."""
@@ -171,6 +183,7 @@ class CoreLink:
     def _on_message(self, frontend: Frontend, message: ToCore) -> None:
         if isinstance(message, Beat):
             frontend.is_ready = True
+            frontend.actors = message.actors
             frontend.account.read_there(message.num_taken_bytes)
         elif isinstance(message, Goodbye):
             self._log.info("frontend.left", frontend=frontend.name)

@@ -25,8 +25,9 @@ import zmq
 import zmq.asyncio
 
 from ...protocol.errors import EngineDeadError, ValidationError, problem_of
-from ...protocol.link import Answer, Beat, Dismissed, Goodbye, Hello, Question, Welcome
+from ...protocol.link import Answer, Beat, Dismissed, Goodbye, Hello, NotAnswered, Question, Welcome
 from ...protocol.messages import Admit, Refused, TokensSampled
+from ...protocol.metrics import ActorLoad
 from ..mailbox import Mailbox
 from ..observing.logs import logger
 from ..scheduler import FromFrontend, SchedulerInbox
@@ -35,6 +36,11 @@ from .wire import LOOK_S, MAX_UNREAD_BYTES, Account, Wire, heartbeat_period_s
 
 ANSWER_S = 10.0
 """How long a question may take beyond what it asks for itself."""
+
+
+class LookError(RuntimeError):
+    """The core serves, and cannot say what it was asked."""
+
 
 Samples = Mailbox[TokensSampled | Refused]
 
@@ -53,6 +59,8 @@ class FrontendLink:
         self._numbers = itertools.count(1)
         self._samples: Samples | None = None
         self._heard_at = time.monotonic()
+        self.actor_loads: Callable[[], list[ActorLoad]] = list
+        """How the actors on this side are, for the core to know."""
         self._log = logger("link")
         self._context = zmq.asyncio.Context()
         self._wire = Wire(self._context, zmq.DEALER)
@@ -73,6 +81,11 @@ class FrontendLink:
             raise EngineDeadError(self._lost.result())
         return self._welcome.result()
 
+    @property
+    def is_welcome(self) -> bool:
+        """Whether the core has answered `greet`."""
+        return self._welcome.done()
+
     async def run(self, outbox: Mailbox[SchedulerInbox], samples: Samples) -> str:
         """Bring the core what is in `outbox` and what it says to `samples`, until the link is lost: returns why."""
         self._samples = samples
@@ -87,9 +100,14 @@ class FrontendLink:
     async def aclose(self) -> None:
         """Take leave where somebody is there to hear it, and close the socket. What is still asked for fails."""
         self._lose("the link has been closed")
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.wait([self._listening])
+        try:
+            if self._listening is not None:
+                self._listening.cancel()
+                await asyncio.wait([self._listening])
+        finally:  # whoever waits here may be cancelled, by a program that knows no shields
+            self._shut()
+
+    def _shut(self) -> None:
         if self._welcome.done():
             self._say(Goodbye())
         self._wire.socket.disable_monitor()
@@ -98,7 +116,10 @@ class FrontendLink:
         self._context.term()
 
     async def ask(self, question: Callable[[int], Question], *, timeout_s: float | None = ANSWER_S) -> Answer:
-        """Ask the core and wait for its answer. Raises `EngineDeadError` when the link is lost or the time is up."""
+        """Ask the core and wait for its answer.
+
+        Raises `EngineDeadError` when the link is lost or the time is up, `LookError` when the core cannot say.
+        """
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -109,7 +130,10 @@ class FrontendLink:
         finally:
             del self._answers[number]
         if answer.done():
-            return answer.result()
+            found = answer.result()
+            if isinstance(found, NotAnswered):
+                raise LookError(f"the core failed to look at itself: {found.reason}")
+            return found
         raise EngineDeadError(self._lost.result() if self._lost.done() else f"the core did not answer for {timeout_s:g} s")
 
     def check(self) -> None:
@@ -190,7 +214,7 @@ class FrontendLink:
 
     def _report(self) -> None:
         self._account.reported()
-        self._say(Beat(self._account.num_taken))
+        self._say(Beat(self._account.num_taken, self.actor_loads()))
 
     # ---- whether the core is there --------------------------------------------------------------
 

@@ -165,6 +165,31 @@ EVENTS: Mapping[str, Event] = {
         "the trace could not be written on; the engine goes on without it",
         {"path": "the file, as far as it was written", "reason": "what kept it"},
     ),
+    "engine.stats": Event(
+        "info",
+        "every ten seconds while there is something to do: what has been done since the last one, and who is there",
+        {
+            "prompt_throughput": "prompt tokens computed (not those from the cache), tokens/s",
+            "generation_throughput": "tokens generated, tokens/s",
+            "num_running": "running requests, count",
+            "num_waiting": "waiting requests, count",
+            "num_preempted": "preempted requests, count",
+            "num_paused": "requests whose readers are behind, count",
+            "device_kv_usage": "device blocks that somebody holds, 0 to 1",
+            "host_kv_usage": "host blocks that are not free, 0 to 1",
+            "prefix_cache_hit_rate": "prompt tokens of those admitted that the cache held, 0 to 1; none: nobody was",
+            "step_s": "a step of the device, on average, s; none: there was none",
+            "num_steps": "steps, count",
+            "inbox_depths": "unread messages by actor, of all processes together, count",
+            "slowest": "the oldest requests: request_id, label, age_s (s), stage (what it does now)",
+        },
+    ),
+    "tracing.failed": Event(
+        "warning", "a request's trace could not be made, or not be sent; the request does not notice", {"reason": "why"}
+    ),
+    "metrics.failed": Event(
+        "warning", "something could not be counted; requests do not notice", {"reason": "the last exception in words"}
+    ),
     "device.lost": Event(
         "error",
         "the device is gone; every request goes on from its token log",

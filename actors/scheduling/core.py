@@ -103,6 +103,7 @@ class SchedulerCore:
             on_preempt=self._on_preempt,
             on_pause=self._on_pause,
             on_host_hit=self.telling.host_hit,
+            on_start=self._on_start,
         )
         self.max_length = longest_sequence(capacity)
         self.stalls = Stalls()
@@ -331,7 +332,10 @@ class SchedulerCore:
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
             seq.in_flight -= samples
         self._fail_rows(draft, message, now)
-        self.telling.say(self._take_in(message, now), now)
+        self.telling.counts.on_answer(draft, message.seconds, draft.predicted_s, now)
+        sampled = self._take_in(message, now)
+        self.telling.counts.on_step(len(sampled.token_ids), now)
+        self.telling.say(sampled, now)
 
     def _take_in(self, message: StepDone, now: float) -> Sampled:
         """What a step sampled for sequences that still want it; their logs grow by it."""
@@ -350,6 +354,7 @@ class SchedulerCore:
                 seq.first_token_s = now
                 seq.traveller.reached_decode()
                 request = self.table[seq.request_id]
+                self.telling.counts.on_first_token(seq, now, opens=request.opening is None)
                 if request.opening is None:
                     sampled.opened.append(request.open(seq))
                 if seq.prompt_logprobs is not None:
@@ -413,6 +418,7 @@ class SchedulerCore:
         """Blocks have moved between the tiers. Whoever waited for a copy that failed computes it instead."""
         if message.epoch != self.epoch or not self.device_is_ready:
             return
+        self.telling.counts.on_copy_done(message)
         arrived = self.pressure.on_copy_done(message)
         for seq_id in arrived.ready:
             self.planner.start(self.table.sequences[seq_id])
@@ -533,6 +539,13 @@ class SchedulerCore:
     def _on_preempt(self, seq: Sequence, freed: int, decision: Decision) -> None:
         self._leave_device(seq)
         self.telling.preempted(self.table[seq.request_id], seq, freed, decision)
+
+    def _on_start(self, seq: Sequence) -> None:
+        if seq.was_admitted:
+            self.telling.counts.on_resumed()
+        else:
+            seq.was_admitted = True
+            self.telling.counts.on_admitted(seq)
 
     def _on_pause(self, seq: Sequence) -> None:
         self._leave_device(seq)

@@ -54,7 +54,8 @@ class Planner:
     """Fills a `Draft` from the queues and the cache.
 
     `on_preempt(seq, freed, decision)` is told of each victim, `on_pause(seq)` of each that its reader holds up,
-    `on_host_hit(seq, choice)` of each that was admitted with part of its tokens on the host.
+    `on_host_hit(seq, choice)` of each that was admitted with part of its tokens on the host, `on_start(seq)` of each that
+    is to run, every time.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Planner:
         on_preempt: Callable[[Sequence, int, Decision], None],
         on_pause: Callable[[Sequence], None],
         on_host_hit: Callable[[Sequence, Choice], None],
+        on_start: Callable[[Sequence], None],
     ) -> None:
         self.config = config
         self.cache = cache
@@ -80,6 +82,7 @@ class Planner:
         self.latency = latency
         self._on_preempt = on_preempt
         self._on_host_hit = on_host_hit
+        self._on_start = on_start
         self._on_pause = on_pause
         self._odd_to_first = True
         self.num_queried_tokens = 0
@@ -292,6 +295,7 @@ class Planner:
             self.num_queried_tokens += seq.num_prompt_tokens
             self._count_hit(seq, seq.num_computed)
         self.queues.start(seq)
+        self._on_start(seq)
 
     def _may_fetch(self, draft: Draft, choices: list[Choice]) -> MayFetch:
         return self.pressure.may_fetch(choices, alone=draft.is_only and not draft.rows and not self.queues.running)

@@ -93,6 +93,7 @@ class Sequence:
         "traveller",
         "void_until",
         "waited_for",
+        "was_admitted",
     )
 
     def __init__(
@@ -141,6 +142,7 @@ class Sequence:
         self.counts_hits = (
             leader is None and self.prompt_logprobs is None
         )  # until it is first set back: what it finds then may be its own
+        self.was_admitted = False  # it has been, at least once
         self.num_cached_tokens = 0
         self.num_chunks = 0
         self.num_preemptions = 0

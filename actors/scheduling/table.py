@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from ...protocol.ids import RequestId, SequenceId, incarnation_of
 from ...protocol.messages import Admit
@@ -36,6 +36,10 @@ class RequestTable:
     def get(self, request_id: RequestId) -> Request | None:
         """The request while it lives."""
         return self._requests.get(request_id)
+
+    def requests(self) -> Iterable[Request]:
+        """All of them, in the order in which they came."""
+        return self._requests.values()
 
     def made_by(self, incarnation: int) -> list[Request]:
         """Requests of one frontend."""

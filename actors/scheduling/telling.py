@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ...protocol.errors import Problem
 from ...protocol.ids import RequestId
 from ...protocol.messages import Open, PromptLogprobs, Refused, SequenceEnd, TokenLogprobs, TokensSampled
 from .cost import Choice, Decision
+from .counts import Counts
 from .histories import Histories, replay
 from .reports import Finished, HostHit, Paused, Preempted, Report
 from .request import Request
@@ -38,6 +41,7 @@ class Telling:
 
     def __init__(self) -> None:
         self.histories = Histories()
+        self.counts = Counts()
         self.num_host_hits = {"fetch": 0, "recompute": 0}
         self._refused: list[Refused] = []
         self._ended: list[SequenceEnd] = []
@@ -50,6 +54,8 @@ class Telling:
     def refuse(self, request_id: RequestId, problem: Problem | None) -> None:
         """A request ends that was never queued."""
         self._refused.append(Refused(request_id, problem))
+        if problem is not None:
+            self.counts.on_refused(problem.kind)
 
     def say(self, sampled: Sampled, now: float) -> None:
         """A step's tokens, and the ends that came with them."""
@@ -72,14 +78,19 @@ class Telling:
 
     def end(self, request: Request, end: SequenceEnd, now: float) -> None:
         """A sequence of a request has ended, or all have; with the last one the request's account is closed."""
+        finished: Finished | None = None
+        if not request.num_live and not request.admit.holds:
+            finished = Finished.of(request, end.finish_reason, now, end.problem)
+            end = replace(end, journey=finished.journey)
         self._ended.append(end)
         request.ends.append(end)
         if request.num_live:
             return
         self._preempted.pop(end.request_id, None)
         self.histories.keep(request, now)
-        if not request.admit.holds:
-            self._reports.append(Finished.of(request, end.finish_reason, now, end.problem))
+        if finished is not None:
+            self.counts.on_finished(finished)
+            self._reports.append(finished)
 
     def repeat(self, request: Request | None, request_id: RequestId, now: float) -> None:
         """Say everything of a request again, running (`request`) or ended."""
@@ -100,6 +111,7 @@ class Telling:
     def preempted(self, request: Request, seq: Sequence, freed: int, decision: Decision) -> None:
         """`seq` has given its blocks up."""
         self._preempted[seq.request_id] = request.num_preemptions
+        self.counts.on_preempted(decision)
         mode, swap_s, recompute_s, reason = decision
         self._reports.append(
             Preempted(seq.request_id, mode, len(seq.log), freed, seq.num_preemptions, swap_s, recompute_s, reason)

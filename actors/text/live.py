@@ -7,6 +7,7 @@ from collections.abc import Collection
 import msgspec
 
 from ...protocol.errors import Problem, problem_of
+from ...protocol.journey import Journey
 from ...protocol.messages import Metrics, Open, SequenceEnd, TextDelta, TokenLogprobs
 from ...protocol.sampling import FinishReason
 from .decode import Vocabulary
@@ -75,6 +76,7 @@ class LiveRequest:
                 problem=end.problem,
                 sampled_s=sampled_s,
                 logprobs=logprobs,
+                journey=end.journey,
             )
         opening, metrics = self.opening, self._metrics(None) if is_first else None
         if not index and not logprobs and self.prompt_logprobs is None:  # most are like this, and shorter calls are quicker
@@ -122,6 +124,7 @@ class LiveRequest:
         sampled_s: float | None,
         logprobs: list[TokenLogprobs],
         problem: Problem | None = None,
+        journey: Journey | None = None,
     ) -> TextDelta:
         del self.machines[index]
         opening = self.opening
@@ -138,6 +141,7 @@ class LiveRequest:
             num_left=len(self.machines),
             logprobs=logprobs,
             prompt_logprobs=self._take_prompt_logprobs(),
+            journey=None if self.machines else journey,
         )
 
     def _take_prompt_logprobs(self) -> list[TokenLogprobs] | None:

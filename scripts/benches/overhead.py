@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from repertory import Engine, EngineConfig, SamplingParams
@@ -109,8 +110,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def function(self, owner: type, method: str, name: str) -> None:
-        """Time every call of a method."""
+    def function(self, owner: type | ModuleType, method: str, name: str) -> None:
+        """Time every call of a method, or of a module's function."""
         original: Callable[..., Any] = getattr(owner, method)
 
         @functools.wraps(original)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
+from repertory.actors import mailbox
 from repertory.actors.mailbox import Mailbox
 
 
@@ -114,3 +116,24 @@ async def test_closing_tells_whoever_waits_and_whoever_comes() -> None:
         full.post_nowait(3)
     with pytest.raises(anyio.ClosedResourceError):
         await full.take()
+
+
+async def test_the_load_counts_batches_messages_and_the_time_between_taking_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr(mailbox, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    box: Mailbox[int] = Mailbox("box", 9)
+    load = box.load
+    box.post_nowait(1)
+    box.post_nowait(2)
+    await box.take()
+    assert (load.num_turns, load.num_messages, load.handler_s) == (1, 2, 0.0)
+    clock.now += 0.25  # it handles them
+    reader = asyncio.ensure_future(box.take())
+    await turns()
+    clock.now += 60.0  # nobody writes
+    box.post_nowait(3)
+    await reader
+    assert (load.num_turns, load.num_messages, load.handler_s) == (2, 3, 0.25)
+    clock.now += 0.5
+    assert await box.take(timeout_s=0.0) == []
+    assert (load.num_turns, load.num_messages, load.handler_s) == (3, 3, 0.75)

@@ -349,6 +349,23 @@ def test_what_can_be_asked_without_the_key(url: str) -> None:
         assert KEY not in server.text
 
 
+def test_metrics_are_those_of_the_whole_company_whichever_frontend_is_asked(url: str, client: openai.OpenAI) -> None:
+    def samples() -> dict[str, float]:
+        # A new connection each time: sometimes the other frontend's.
+        text = httpx2.get(f"{url}/metrics")
+        assert text.headers["content-type"].startswith("text/plain; version=")
+        lines = [line.rpartition(" ") for line in text.text.splitlines() if not line.startswith("#")]
+        return {name.replace('model_name="smollm"', ""): float(value) for name, _, value in lines}
+
+    before = samples()["repertory_generation_tokens_total{}"]
+    client.completions.create(model="smollm", prompt="One, two,", temperature=0, max_tokens=7, extra_body={"ignore_eos": True})
+    for _ in range(4):
+        found = samples()
+        assert found["repertory_generation_tokens_total{}"] == before + 7
+        assert found["repertory_num_requests_running{}"] == 0
+    assert 'repertory_request_stage_seconds_total{,stage="decode"}' in found
+
+
 # ---- errors ---------------------------------------------------------------------------------------------
 
 

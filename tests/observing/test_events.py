@@ -4,13 +4,38 @@ import ast
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import repertory
+from repertory.actors.accounts import line_of
 from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
+from repertory.actors.scheduling.reports import Finished, HostHit, Paused, Preempted
+from repertory.protocol.ids import RequestId
+from repertory.protocol.journey import STAGES, Journey, Leg
 
 ROOT = Path(repertory.__file__).parent
 METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+REPORTED = {
+    event: {field.name for field in msgspec.structs.fields(report)}
+    for event, report in {
+        "scheduler.preempted": Preempted,
+        "scheduler.host_hit": HostHit,
+        "scheduler.paused": Paused,
+    }.items()
+}
+
+
+def canonical_line():
+    """The fields of `request.finished` of a request that every stage has held."""
+    stages = [stage for stage in STAGES if stage != "stalled"]
+    legs = [Leg(stage, float(place), place + 1.0, 0.5 * (stage == "decode")) for place, stage in enumerate(stages)]
+    journey = Journey(legs, [(RequestId(5), 0.5)])
+    account = Finished(RequestId(1), "a", "stop", 0.0, 0.0, 0.0, 0.0, 1.0, 1, 1, 1, 1, 1, journey=journey)
+    return set(line_of(account))
+
+
+REPORTED["request.finished"] = canonical_line()
 NAME = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -40,6 +65,20 @@ def test_every_event_that_is_logged_is_listed_with_its_fields():
         for fault in faults(path.read_text(encoding="utf-8"))
     }
     assert not found
+
+
+def test_every_event_of_the_list_is_logged_somewhere_with_its_level_and_all_its_fields():
+    called = {}
+    for folder in ("actors", "gpu"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for _line, name, method, fields in logged(path.read_text(encoding="utf-8")):
+                called.setdefault(name, []).append((method, fields))
+    assert set(EVENTS) == set(called), "an event that nobody logs, or one that is not listed"
+    for name, calls in called.items():
+        assert {method for method, _ in calls} == {EVENTS[name].level}
+        # `**fields` of a report says no names: there the report's own fields are what is logged.
+        said = {field for _, fields in calls for field in fields} | REPORTED.get(name, set())
+        assert EVENTS[name].fields.keys() <= said | COMMON_FIELDS, name
 
 
 @pytest.mark.parametrize(

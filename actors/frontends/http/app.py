@@ -57,6 +57,7 @@ def make_app(engine: EngineFace, *, is_draining: Callable[[], bool] = lambda: Fa
         _route("GET", "/v1/models/{name:path}", facts.one_model),
         _route("GET", "/health", facts.health),
         _route("GET", "/ready", facts.ready),
+        _route("GET", "/metrics", facts.metrics),
         _route("GET", "/version", facts.version),
         _route("GET", "/server_info", facts.server_info),
         _route("GET", "/model_info", facts.model_info),

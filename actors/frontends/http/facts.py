@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import anyio
 
 from ....protocol.config import shown
 from ....protocol.errors import EngineDrainingError, RepertoryError
+from ....protocol.version import __version__
 from ..face import EngineFace
 from .errors import HttpError
 from .exchange import Exchange
-from .sending import send_json
+from .sending import METRICS_TEXT, send_bytes, send_json
 
 HEALTH_TIMEOUT_S = 5.0
 """An engine that has not said by then that it lives counts as dead."""
@@ -48,6 +48,11 @@ class Facts:
         except TimeoutError:
             raise HttpError(503, f"the engine has said nothing for {HEALTH_TIMEOUT_S:g} s") from None
 
+    async def metrics(self, exchange: Exchange) -> None:
+        """`GET /metrics`: what a Prometheus scrapes, of the whole company, whichever frontend is asked."""
+        text = await self._engine.metrics_text()
+        await send_bytes(exchange.send, text, headers=[METRICS_TEXT])
+
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`: the one that is served."""
         await send_json(exchange.send, {"object": "list", "data": [self._model_card()]})
@@ -72,7 +77,7 @@ class Facts:
 
     async def version(self, exchange: Exchange) -> None:
         """`GET /version`."""
-        await send_json(exchange.send, {"version": own_version()})
+        await send_json(exchange.send, {"version": __version__})
 
     async def model_info(self, exchange: Exchange) -> None:
         """`GET /model_info`: what routers ask for."""
@@ -80,7 +85,7 @@ class Facts:
 
     async def server_info(self, exchange: Exchange) -> None:
         """`GET /server_info`: the same, the settings that differ from their defaults (no secrets), and the engine's numbers."""
-        info = {**self._model_info(), "version": own_version(), "config": shown(self._engine.config)}
+        info = {**self._model_info(), "version": __version__, "config": shown(self._engine.config)}
         try:
             info["stats"] = await self._engine.stats()
         except RepertoryError as error:
@@ -97,11 +102,3 @@ class Facts:
             "max_model_len": capacity.max_model_len,
             "vocab_size": capacity.vocab_size,
         }
-
-
-def own_version() -> str:
-    """The installed version of this package."""
-    try:
-        return version("repertory")
-    except PackageNotFoundError:
-        return "unknown"

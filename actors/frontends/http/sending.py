@@ -54,5 +54,6 @@ EVENT_STREAM: list[Header] = [
     (b"x-accel-buffering", b"no"),  # proxies shall pass each event on at once
 ]
 JSON: Header = (b"content-type", b"application/json")
+METRICS_TEXT: Header = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 DONE = b"data: [DONE]\n\n"
 """What OpenAI's streams end with."""

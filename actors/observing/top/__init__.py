@@ -1,0 +1,1 @@
+"""`repertory top`: a live view of a company in the terminal."""
