@@ -398,12 +398,12 @@ class SchedulerCore:
                 continue  # rolled back: it read what another one spoilt, and fails again if it was not that
             for victim in () if failure.is_sound else self.cache.fail(seq.holding, seq.log):
                 self._roll_back(self.table.sequences[victim.seq_id])
-            self.num_non_finite_rows += not failure.is_sound
             failed.append((seq.request_id, failure))
         # Only now: one row's request may be that of another failed row, whose part of the tree is to go as well.
         for request_id, failure in failed:
             request = self.table.get(request_id)
             if request is not None:
+                self.num_non_finite_rows += not failure.is_sound
                 problem = problem_of(RequestFailedError(failure.message))
                 self._end(request, "error", now, problem=problem, is_sound=failure.is_sound)
 

@@ -44,7 +44,7 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 @pytest.fixture(scope="module")
 def url(paper_model: Path) -> Iterator[str]:
     """A server on a simulated device, in a process of its own: this one is the clients'."""
-    with server_process(model=str(paper_model), device="simulated", worker="inline", log_level="error") as found:
+    with server_process(model=str(paper_model), device="simulated", log_level="error") as found:
         yield found
 
 
@@ -52,7 +52,7 @@ def url(paper_model: Path) -> Iterator[str]:
 def url_of_a_long_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The same, for prompts of 20 MB that have to be tokenized before anybody knows that they do not fit."""
     model = make_tiny_model(tmp_path_factory.mktemp("long"), weights=False, max_position_embeddings=4_000_000)
-    with server_process(model=str(model), device="simulated", worker="inline", log_level="error") as found:
+    with server_process(model=str(model), device="simulated", log_level="error") as found:
         yield found
 
 
