@@ -103,6 +103,8 @@ class Detokenizer:
             await self._hand_over([terminal])
 
     async def _handle(self, message: TokensSampled | Refused) -> None:
+        # What is over here and ends there (after a stop string, or said twice) is closed there now, if it was not before.
+        self._unsent.extend(Closed([request_id]) for request_id, _ in _unopened(message) if request_id in self.over)
         if isinstance(message, TokensSampled):
             for opening in message.opened:
                 if opening.request_id not in self.over:

@@ -73,11 +73,20 @@ async def _serve_engine(engine: RemoteEngine, orders: FrontendOrders, parent: Pa
     app = make_app(engine, is_draining=parent.is_draining.is_set)
     config = server_config(app, timeout_graceful_shutdown=int(GOODBYE_S))
     server = Server(config, on_started=lambda: parent.say(Ready()))
-    draining = asyncio.create_task(_drain(server, engine, parent))
+    duties = [asyncio.create_task(_drain(server, engine, parent)), asyncio.create_task(_stop_with(engine, server))]
     try:
         await server.serve(sockets=[socket.socket(fileno=orders.socket)])
     finally:
-        draining.cancel()
+        for duty in duties:
+            duty.cancel()
+    if not parent.is_draining.is_set():
+        await engine.check_health()  # raises what it died of: another frontend takes over
+
+
+async def _stop_with(engine: RemoteEngine, server: Server) -> None:
+    """A frontend whose engine has ended answers nothing but errors: it ends too, and is started again."""
+    await engine.ended()
+    server.should_exit = True
 
 
 async def _drain(server: Server, engine: RemoteEngine, parent: Parent) -> None:

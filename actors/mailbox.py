@@ -83,6 +83,8 @@ class Mailbox(Generic[M]):
         """
         if self._is_closed:
             raise anyio.ClosedResourceError
+        if self._reader is not None:
+            raise RuntimeError(f"two tasks read the mailbox {self.name}")
         if self._taken_s is not None:
             self.load.handler_s += time.monotonic() - self._taken_s
             self._taken_s = None
@@ -102,8 +104,6 @@ class Mailbox(Generic[M]):
         return batch
 
     async def _news(self, timeout_s: float) -> None:
-        if self._reader is not None:
-            raise RuntimeError(f"two tasks read the mailbox {self.name}")
         loop = asyncio.get_running_loop()
         reader = self._reader = loop.create_future()
         timer = None if timeout_s == math.inf else loop.call_later(timeout_s, _wake, reader)

@@ -20,7 +20,7 @@ from ..gpu.models.config import ModelConfig
 from ..protocol.config import EngineConfig
 from ..protocol.errors import UnsupportedError, ValidationError, shorten
 from ..protocol.messages import Admit, Barred, Submit, Tokenized
-from ..protocol.sampling import SamplingParams, check
+from ..protocol.sampling import SamplingParams, check, check_prompt_logprobs
 from .scheduling.limits import check_fits
 from .text.prompts import PromptReader
 
@@ -49,6 +49,7 @@ class Resolver:
         _check_envelope(submit)
         text, token_ids = self.reader.read(submit.prompt)
         check_fits(len(token_ids), self.capacity)
+        check_prompt_logprobs(submit.params, len(token_ids))
         params = self._settled(submit.params)
         admit = Admit(
             request_id=submit.request_id,

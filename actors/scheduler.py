@@ -77,6 +77,7 @@ class Scheduler:
         self.accounts = Accounts(self._write_account)
         # Taken up at the end of a turn: the account that is closed may be one of its own.
         self._closings: list[Closed | FrontendLost] = []
+        self._reports: list[Report] = []
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -90,13 +91,15 @@ class Scheduler:
             outputs, reports = self.core.take_outputs(now), self.core.take_reports()
             if self._recorder is not None:
                 self._recorder.told(outputs, reports, now)
+            self._reports += reports
             for output in outputs:
                 await self._send_on(output)
-            self._write_down(reports, now)
+            self._write_down(now)
 
     def close(self) -> None:
         """Write down what is known of requests whose last text was still on its way."""
-        self._write_down(self.core.take_reports(), self._clock())
+        self._reports += self.core.take_reports()
+        self._write_down(self._clock())
         self.accounts.close()
 
     def send_steps(self) -> None:
@@ -197,7 +200,8 @@ class Scheduler:
             )
         await self._detokenizer.post(output)
 
-    def _write_down(self, reports: Iterable[Report], now: float) -> None:
+    def _write_down(self, now: float) -> None:
+        reports, self._reports = self._reports, []
         for report in reports:
             if isinstance(report, Finished):
                 self.accounts.keep(report)

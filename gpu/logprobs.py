@@ -6,7 +6,6 @@ the logits of a whole chunk would be as large as the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,14 +32,17 @@ def prompt_parts(
     for one in asking:
         seq_id = one.row.slot.seq_id
         entries: list[TokenLogprobs] = []
+        is_fit = True
         for start in range(0, len(one.targets), PROMPT_SLICE):
             targets = one.targets[start : start + PROMPT_SLICE]
             first = one.token + start
-            entries += token_logprobs(logits(first, first + len(targets)), targets, [one.num_likeliest] * len(targets))
-        if any(math.isnan(entry.logprobs[0]) for entry in entries):
-            failed.append(seq_id)
-        else:
+            found = logits(first, first + len(targets))
+            is_fit = is_fit and bool(found.amax(dim=-1).isfinite().all())  # a NaN is a maximum
+            entries += token_logprobs(found, targets, [one.num_likeliest] * len(targets))
+        if is_fit:
             parts.append(PromptPart(seq_id, one.first, entries))
+        else:
+            failed.append(seq_id)
     return parts, failed
 
 

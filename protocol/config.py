@@ -105,7 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     frontends: Annotated[int, Meta(description="frontend processes", ge=1)] = 1
     log_format: Annotated[LogFormat, Meta(description="auto: console on a terminal, JSON otherwise")] = "auto"
     log_level: Annotated[LogLevel, Meta(description="least severe event that is logged")] = "info"
-    trace_file: Annotated[str | None, Meta(description="where the run's trace goes")] = None
+    trace_file: Annotated[str | None, Meta(description="where the run's trace goes; an earlier file is kept as FILE.1")] = None
     trace_content: Annotated[bool, Meta(description="put token ids into the trace, from which texts can be read")] = False
 
     @property

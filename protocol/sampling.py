@@ -22,6 +22,8 @@ MAX_N = 128
 """Sequences of one request: OpenAI's limit."""
 MAX_LOGPROBS = 20
 """Most likely tokens that can be asked for: OpenAI's limit, and vLLM's default one."""
+MAX_PROMPT_LOGPROBS_ENTRIES = 200_000
+"""Tokens that all of a request's prompt positions may name, for each of its completions anew: answers repeat them."""
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 32.0
 """A hundred thousand tokens to this power are still a number."""
@@ -157,6 +159,21 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
             raise _bad(params, name, "true or false")
+
+
+def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Refuse `prompt_logprobs` of a prompt that is too long for them. Raises `ValidationError` with the numbers."""
+    if params.prompt_logprobs is None:
+        return
+    num_entries = params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
+    if num_entries > MAX_PROMPT_LOGPROBS_ENTRIES:
+        raise ValidationError(
+            f"prompt_logprobs {params.prompt_logprobs} of {num_prompt_tokens} prompt tokens"
+            + (f" for n = {params.n}" if params.n > 1 else "")
+            + f" come to {num_entries} entries, more than {MAX_PROMPT_LOGPROBS_ENTRIES}",
+            field="prompt_logprobs",
+            value=params.prompt_logprobs,
+        )
 
 
 def check_beams(params: BeamSearchParams) -> None:

@@ -81,6 +81,11 @@ class EngineFace(ABC):
             # Not cancelled with the caller: threads and files are given back whatever happens here.
             await asyncio.wait([asyncio.shield(self._task)])
 
+    async def ended(self) -> None:
+        """Wait until it serves no more, and never will again: closed, or dead."""
+        assert self._task is not None, "it has not been started"
+        await asyncio.wait([asyncio.shield(self._task)])
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self

@@ -157,6 +157,7 @@ class RemoteEngine(EngineFace):
     async def _linked(self, timeout_s: float | None) -> AsyncIterator[tuple[FrontendLink, Welcome]]:
         """A link to a core that has welcomed us, and is closed at the end."""
         until = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        refusal = ""
         while True:
             link = FrontendLink(self.endpoint, new_incarnation())
             welcome: Welcome | None = None
@@ -166,6 +167,7 @@ class RemoteEngine(EngineFace):
                         welcome = await link.greet()
                     except EngineDeadError as error:
                         self._absence = error
+                        refusal = f"; the last one said: {error}"
                         await anyio.sleep(RETRY_S)
                 if welcome is not None:
                     yield link, welcome
@@ -173,7 +175,7 @@ class RemoteEngine(EngineFace):
             finally:
                 await _closed(link)
             if time.monotonic() >= until:
-                raise EngineDeadError(f"no core answers at {self.endpoint}: waited {timeout_s:g} s")
+                raise EngineDeadError(f"no core answers at {self.endpoint}: waited {timeout_s:g} s{refusal}")
 
     async def _new_half(self, link: FrontendLink, welcome: Welcome) -> FrontendHalf:
         config = self.config = self._given_config or welcome.config

@@ -15,7 +15,7 @@ from ...protocol.capacity import Capacity
 from ...protocol.errors import RequestError, ValidationError
 from ...protocol.ids import RequestId, incarnation_of
 from ...protocol.messages import Abort, Admit, Barred, Closed, Credit, Resend
-from ...protocol.sampling import check, check_token_ids
+from ...protocol.sampling import check, check_prompt_logprobs, check_token_ids
 
 MAX_INDEX = 1 << 16
 MAX_CHARACTERS = 16_384
@@ -51,6 +51,7 @@ def _check_admit(admit: Admit, incarnation: int, capacity: Capacity) -> None:
     elif params.seed is None:
         raise ValidationError("a request without a seed", field="seed")
     check(params, vocab_size=vocab_size)
+    check_prompt_logprobs(params, len(admit.token_ids))
     if not admit.token_ids or min(admit.token_ids) < 0 or max(admit.token_ids) >= vocab_size:
         check_token_ids(admit.token_ids, field="prompt", vocab_size=vocab_size)
         raise ValidationError("the prompt is empty", field="prompt")

@@ -79,7 +79,13 @@ class FrontendLink:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not self._welcome.done():
             raise EngineDeadError(self._lost.result())
+        await self._forget_earlier_ends()
         return self._welcome.result()
+
+    async def _forget_earlier_ends(self) -> None:
+        """A core that was there before the one that answered: its end was noticed on the way, and is none of this link's."""
+        while await self._monitor.poll(0):
+            await self._monitor.recv_multipart()
 
     @property
     def is_welcome(self) -> bool:

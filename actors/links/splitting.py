@@ -34,4 +34,5 @@ def _part(message: TokensSampled, owner: int, rows: list[int]) -> TokensSampled:
         preempted=[told for told in message.preempted if is_its(told[0])],
         indices=[message.indices[row] for row in rows] if message.indices else [],
         logprobs=[message.logprobs[row] for row in rows] if message.logprobs else [],
+        prompts=[part for part in message.prompts if is_its(part.request_id)],
     )

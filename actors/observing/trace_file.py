@@ -42,6 +42,7 @@ class TraceFile(Generic[Entry]):
         most_behind: int = MOST_BEHIND,
     ) -> None:
         try:
+            _keep_earlier(Path(path))
             self._file: BinaryIO = Path(path).open("wb")  # noqa: SIM115 - it is closed with the thread
         except OSError as error:
             raise ConfigError(f"trace_file: cannot write {path}: {error.strerror or error}", key="trace_file") from None
@@ -100,3 +101,9 @@ class TraceFile(Generic[Entry]):
             lines += b"\n"
         self._file.write(lines)
         self._file.flush()
+
+
+def _keep_earlier(path: Path) -> None:
+    """What an earlier run, or a core that has died, has written is kept as `PATH.1`."""
+    if path.is_file() and path.stat().st_size:
+        path.replace(path.with_name(path.name + ".1"))

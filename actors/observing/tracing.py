@@ -17,6 +17,7 @@ from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, Sta
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from ...protocol.conversation import Conversation
 from ...protocol.errors import Problem
 from ...protocol.ids import RequestId, show_request_id
 from ...protocol.journey import Journey
@@ -135,7 +136,8 @@ def begin(submit: Submit, model: str) -> RequestTrace | None:
 
 def _operation(submit: Submit) -> str:
     prompt = submit.prompt
-    return name.CHAT if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else name.TEXT_COMPLETION
+    is_chat = isinstance(prompt, Conversation) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict))
+    return name.CHAT if is_chat else name.TEXT_COMPLETION
 
 
 def _request(submit: Submit, operation: str, model: str) -> Iterator[tuple[str, AttributeValue]]:

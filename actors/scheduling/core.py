@@ -136,9 +136,21 @@ class SchedulerCore:
             self.refuse(message.request_id, problem_of(error))
             return
         rank_class = self.policy.priority_class(message)  # a policy may be anybody's: nothing has changed yet if it raises
-        for seq in self.table.add(message, rank_class, self.cache).sequences:
-            seq.queued_s = now
-            self.queues.add_waiting(seq)
+        request = self.table.add(message, rank_class, self.cache)
+        try:
+            for seq in request.sequences:
+                seq.queued_s = now
+                self.queues.add_waiting(seq)
+        except Exception:
+            self._withdraw(request)
+            raise
+
+    def _withdraw(self, request: Request) -> None:
+        """A policy has raised over a request that it was to queue: it was never here."""
+        for seq in request.sequences:
+            self.queues.withdraw(seq)
+            self.cache.close(seq.holding)
+            self.table.remove(seq)
 
     def refuse(self, request_id: RequestId, problem: Problem) -> None:
         """End a request that was never queued."""
@@ -344,8 +356,11 @@ class SchedulerCore:
         sequences = self.table.sequences
         for part in message.prompts:
             asking = sequences.get(part.seq_id)
-            if asking is not None and message.step_id > asking.void_until:
-                asking.learn(part.first, part.entries)
+            if asking is None or message.step_id <= asking.void_until:
+                continue
+            if not asking.learn(part.first, part.entries):
+                error = RequestFailedError("the device left out how likely a part of the prompt was")
+                self._end(self.table[asking.request_id], "error", now, problem=problem_of(error))
         for seq_id, token, details in zip(message.seq_ids, message.token_ids, details_column, strict=True):
             seq = sequences.get(seq_id)
             if seq is None or message.step_id <= seq.void_until:

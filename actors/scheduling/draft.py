@@ -86,7 +86,7 @@ class Draft:
     def charge(self, stalls: Stalls, model: StepTimeModel) -> None:
         """The step has ended: what its chunks have cost whoever else runs is theirs."""
         chunks = [
-            (seq.traveller, seq.request_id, count)
+            (seq.traveller.own, seq.request_id, count)
             for seq, count in zip(self.rows[self.num_decodes :], self.num_tokens[self.num_decodes :], strict=True)
         ]
         without = Load(0, self.num_attended_by_decodes, self.num_decodes)

@@ -29,6 +29,15 @@ class Episode:
         self.seconds = seconds
 
 
+class Own:
+    """What the chunks of one request, of all its sequences, have cost everybody so far, in seconds."""
+
+    __slots__ = ("total_s",)
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+
 class Stalls:
     """The clock of all journeys of one scheduler, and what prefills have cost so far. Times are monotonic seconds."""
 
@@ -43,7 +52,7 @@ class Stalls:
         """It is `now`, or was already."""
         self.now = max(self.now, now)
 
-    def on_step_done(self, sent_s: float, share: float, chunks: Items[tuple[Traveller, RequestId, int]]) -> None:
+    def on_step_done(self, sent_s: float, share: float, chunks: Items[tuple[Own, RequestId, int]]) -> None:
         """A step that was sent at `sent_s` has ended. `share` of the time it took was its `chunks`': whose, and tokens."""
         start_s = max(self._last_done_s, sent_s)
         self._last_done_s = self.now
@@ -52,9 +61,9 @@ class Stalls:
         cost_s = share * max(0.0, self.now - start_s)
         self.total_s += cost_s
         num_tokens = sum(count for _, _, count in chunks)
-        for traveller, request_id, count in chunks:
+        for own, request_id, count in chunks:
             own_s = cost_s * count / num_tokens
-            traveller.own_s += own_s
+            own.total_s += own_s
             self._note(request_id, start_s, own_s)
 
     def _note(self, request_id: RequestId, start_s: float, seconds: float) -> None:
@@ -81,18 +90,18 @@ class Stalls:
 class Traveller:
     """One sequence's journey so far. It begins with reading its prompt, at `arrival_s`, and is queued now."""
 
-    __slots__ = ("_arrival_s", "_blamed", "_legs", "_mark_s", "_request_id", "_since_s", "_stalls", "own_s", "stage")
+    __slots__ = ("_arrival_s", "_blamed", "_legs", "_mark_s", "_request_id", "_since_s", "_stalls", "own", "stage")
 
-    def __init__(self, request_id: RequestId, arrival_s: float, stalls: Stalls) -> None:
+    def __init__(self, request_id: RequestId, arrival_s: float, stalls: Stalls, own: Own) -> None:
         self._request_id = request_id
         self._arrival_s = min(arrival_s, stalls.now)
         self._stalls = stalls
         self._legs: list[Leg] = []
         self._blamed: dict[RequestId, float] = {}
         self._since_s = self._arrival_s
-        self._mark_s = 0.0
-        self.own_s = 0.0
-        """What its own chunks have cost everybody in this leg."""
+        self.own = own
+        """Its request's, shared with the other sequences: a prompt that one of them computes holds none of them up."""
+        self._mark_s = 0.0  # what others' chunks had cost when this leg began
         self.stage: Stage = "tokenise"
         self.enter("queue")
 
@@ -118,14 +127,18 @@ class Traveller:
         most = sorted(self._blamed.items(), key=lambda item: -item[1])[:MOST_BLAMED]
         return Journey(self._legs, [(request_id, seconds) for request_id, seconds in most if seconds > 0])
 
+    @property
+    def _others_s(self) -> float:
+        return self._stalls.total_s - self.own.total_s
+
     def _end_leg(self) -> None:
         start_s, now, stalled_s = self._since_s, self._stalls.now, 0.0
         if self.stage in ("prefill", "decode"):
-            stalled_s = min(max(0.0, self._stalls.total_s - self._mark_s - self.own_s), now - start_s)
+            stalled_s = min(max(0.0, self._others_s - self._mark_s), now - start_s)
             if stalled_s > 0:
                 for request_id, seconds in self._stalls.blame(start_s, now, self._request_id).items():
                     self._blamed[request_id] = self._blamed.get(request_id, 0.0) + seconds
-        self._since_s, self._mark_s, self.own_s = now, self._stalls.total_s, 0.0
+        self._since_s, self._mark_s = now, self._others_s
         if now == start_s:
             return
         leg = Leg(self.stage, start_s - self._arrival_s, now - self._arrival_s, stalled_s)

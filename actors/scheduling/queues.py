@@ -50,6 +50,11 @@ class Queues:
         if self.chooser is not None:
             self.chooser.on_queued(seq)
 
+    def withdraw(self, seq: Sequence) -> None:
+        """Take a waiting sequence out again that its policy has perhaps not been told of, or raised over."""
+        if seq in self.waiting:
+            self._take_out(seq)
+
     def start(self, seq: Sequence) -> None:
         """From waiting, recovery or fetching to running."""
         is_admitted = seq.state is State.FETCHING

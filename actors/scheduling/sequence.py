@@ -183,12 +183,18 @@ class Sequence:
         """Whether it has to compute, from here on, tokens that others may have computed already."""
         return self.prompt_logprobs is not None and self.num_computed < self.num_prompt_tokens - 1
 
-    def learn(self, first: int, entries: list[TokenLogprobs]) -> None:
-        """How likely the prompt tokens from position `first` on were; what is known already is left as it is."""
-        if self.prompt_logprobs is not None:
-            known = len(self.prompt_logprobs) + 1 - first
-            assert known >= 0, "a part of the prompt is missing that nobody computes"
-            self.prompt_logprobs += entries[known:]
+    def learn(self, first: int, entries: list[TokenLogprobs]) -> bool:
+        """How likely the prompt tokens from position `first` on were; what is known already is left as it is.
+
+        False: what comes before them is missing, and nobody computes it any more.
+        """
+        if self.prompt_logprobs is None:
+            return True
+        known = len(self.prompt_logprobs) + 1 - first
+        if known < 0:
+            return False
+        self.prompt_logprobs += entries[known:]
+        return True
 
     @property
     def num_remaining(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from ...protocol.ids import RequestId, SequenceId, incarnation_of
 from ...protocol.messages import Admit
 from ...radix.cache import KVCache
-from .journeys import Stalls, Traveller
+from .journeys import Own, Stalls, Traveller
 from .request import Request
 from .sequence import Sequence
 
@@ -53,9 +53,9 @@ class RequestTable:
     def add(self, message: Admit, rank_class: int, cache: KVCache) -> Request:
         """Take a request in, with its sequences: neighbours in order, each with a holding of its own."""
         request = self._requests[message.request_id] = Request(message)
-        leader = self._followed(message)
+        leader, own = self._followed(message), Own()
         for index in range(message.params.n):
-            seq = self._new(message, rank_class, index, leader, cache)
+            seq = self._new(message, rank_class, index, leader, cache, own)
             leader = leader or seq
             request.add(seq)
         return request
@@ -90,7 +90,7 @@ class RequestTable:
         goes_on = len(message.token_ids) == len(start) + 1 and message.token_ids[: len(start)] == start
         return followed.sequences[0] if goes_on else None
 
-    def _new(self, message: Admit, rank_class: int, index: int, leader: Sequence | None, cache: KVCache) -> Sequence:
+    def _new(self, message: Admit, rank_class: int, index: int, leader: Sequence | None, cache: KVCache, own: Own) -> Sequence:
         seq_id = self._last_seq_id = SequenceId(self._last_seq_id + 1)
         wanted = message.params.max_tokens
         room = self._max_length if wanted is None else len(message.token_ids) + wanted
@@ -100,7 +100,7 @@ class RequestTable:
             cache.open(seq_id, message.cache_salt),
             max_length=min(self._max_length, room),
             rank=(rank_class, seq_id),
-            traveller=Traveller(message.request_id, message.arrival_s, self._stalls),
+            traveller=Traveller(message.request_id, message.arrival_s, self._stalls, own),
             index=index,
             leader=leader,
         )

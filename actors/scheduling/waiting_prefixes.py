@@ -59,7 +59,7 @@ class _Member:
     def __init__(self, seq: Sequence, *, is_computing: bool) -> None:
         self.seq = seq
         self.is_computing = is_computing
-        self.limit = len(seq.log) - (not is_computing)  # a lookup leaves the last token to be computed
+        self.limit = len(seq.log) if is_computing else seq.lookup_limit
         self.place: _Place | None = None
         self.next_block = b""
         self.leader: _Member | None = None

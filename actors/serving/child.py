@@ -46,6 +46,7 @@ class Child:
         self._patience_s = patience_s
         self._pass_fds = pass_fds
         self._process: Process | None = None
+        self._untold: list[ToChild] = []
         self._heard_at = 0.0
         self._silence: str | None = None
         self._log = logger("serve")
@@ -61,11 +62,15 @@ class Child:
             *self._command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES, start_new_session=True, pass_fds=self._pass_fds
         )
         self._heard_at = time.monotonic()
-        self.tell(self._orders)
+        untold, self._untold = self._untold, []
+        for message in (self._orders, *untold):
+            self.tell(message)
 
     def tell(self, message: ToChild) -> None:
-        """Send it a line. One that has gone does not read it."""
-        assert self._process is not None
+        """Send it a line, as soon as there is a process. One that has gone does not read it."""
+        if self._process is None:
+            self._untold.append(message)
+            return
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(as_line(message))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +24,8 @@ from ..parent import wake_when_parent_dies
 from .lines import Alive, CoreOrders, Drain, Failed, FrontendOrders, ToChild, ToParent, as_line, decode_to_child
 
 FAILED = 1
+LEAVE_S = 2.0
+"""What a child may take to put its things in order once its parent has gone."""
 
 
 class Parent:
@@ -49,13 +53,19 @@ class Parent:
         assert not isinstance(orders, Drain)
         return orders
 
-    def follow(self, endpoint: str) -> None:
-        """End with the parent, and remove the folder of the endpoint then. Called on the loop that is to hear of `Drain`."""
+    def follow(self, endpoint: str, leave: Callable[[], object]) -> None:
+        """End with the parent, and remove the folder of the endpoint then. Called on the loop that is to hear of `Drain`.
+
+        `leave` is called there when the parent has gone; what has not ended `LEAVE_S` later ends anyway.
+        """
         loop = asyncio.get_running_loop()
 
         def wait() -> None:
             for line in self._in:
                 self._hear(line, loop)
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(leave)
+            time.sleep(LEAVE_S)
             shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
             os._exit(0)
 
@@ -95,12 +105,16 @@ def run_child(serve: Callable[[CoreOrders | FrontendOrders, Parent], Awaitable[N
     configure_logging(orders.config.log_format, orders.config.log_level)
 
     async def live() -> None:
-        parent.follow(orders.endpoint)
+        serving = asyncio.ensure_future(serve(orders, parent))
+        parent.follow(orders.endpoint, serving.cancel)
         beats = asyncio.create_task(parent.stay_alive(orders.config))
         try:
-            await serve(orders, parent)
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
         finally:
             beats.cancel()
+            if serving.cancelled():
+                shutil.rmtree(Path(orders.endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
 
     try:
         asyncio.run(live())

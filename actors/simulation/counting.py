@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from ...gpu.executor import Watch
 from ...protocol.capacity import Capacity
 from ...protocol.ids import SequenceId
-from ...protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
+from ...protocol.messages import CopyBlocks, CopyDone, PromptPart, RunStep, StepDone, TokenLogprobs
 from .workload import Job, output_tokens
+
+NOT_SAID = TokenLogprobs([], [], 0)
 
 
 class CountingExecutor:
@@ -23,6 +25,7 @@ class CountingExecutor:
         self.watch: Watch | None = None
         self._jobs = jobs
         self._sequences: dict[SequenceId, Iterator[int]] = {}  # the tokens that are still to come
+        self._asking: dict[SequenceId, int] = {}  # the lengths of prompts that are asked about
 
     @property
     def num_sequences(self) -> int:
@@ -34,13 +37,23 @@ class CountingExecutor:
         sequences = self._sequences
         for seq_id in step.released:
             sequences.pop(seq_id, None)
+            self._asking.pop(seq_id, None)
         for row in step.admitted:
             seed, place = row.params.seed, len(row.token_ids) - row.num_prompt_tokens
             assert seed is not None, "not an admission of a workload"
             sequences[row.seq_id] = output_tokens(self._jobs[seed - 1], seed, row.index, place)
+            if row.params.prompt_logprobs is not None and row.index == 0:
+                self._asking[row.seq_id] = row.num_prompt_tokens
         seq_ids = [seq_id for seq_id, samples in zip(step.seq_ids, step.samples, strict=True) if samples]
         token_ids = [next(sequences[seq_id], 0) for seq_id in seq_ids]  # 0: surplus, after its end
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, 0.0, num_sequences=len(sequences))
+        prompts = list(self._prompt_parts(step)) if self._asking else []
+        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, 0.0, num_sequences=len(sequences), prompts=prompts)
+
+    def _prompt_parts(self, step: RunStep) -> Iterator[PromptPart]:
+        for seq_id, start, count in zip(step.seq_ids, step.starts, step.num_tokens, strict=True):
+            num_entries = min(start + count, self._asking.get(seq_id, 0) - 1) - start
+            if num_entries > 0:
+                yield PromptPart(seq_id, start + 1, [NOT_SAID] * num_entries)
 
     def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
         """Every copy goes well."""

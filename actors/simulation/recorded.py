@@ -71,6 +71,7 @@ def _job(
         label=record.label,
         priority=record.priority,
         tenant=record.tenant,
+        prompt_logprobs=record.prompt_logprobs,
         cache_salt=str(record.namespace) if record.namespace else None,
     )
 

@@ -41,6 +41,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     tenant: str | None = None
     cache_salt: str | None = None
+    prompt_logprobs: int | None = None
+    """It computes all of its prompt, cached or not."""
 
 
 def admits(jobs: Sequence[Job]) -> Iterator[Admit]:
@@ -50,7 +52,12 @@ def admits(jobs: Sequence[Job]) -> Iterator[Admit]:
     """
     for number, job in enumerate(jobs, start=1):
         params = SamplingParams(
-            n=len(job.outputs), temperature=0.0, seed=number, max_tokens=job.max_tokens, output_kind="final_only"
+            n=len(job.outputs),
+            temperature=0.0,
+            seed=number,
+            max_tokens=job.max_tokens,
+            output_kind="final_only",
+            prompt_logprobs=job.prompt_logprobs,
         )
         yield Admit(
             RequestId(number),

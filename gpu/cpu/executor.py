@@ -182,7 +182,7 @@ class CpuExecutor:
             (row, _STAND_IN if row.slot.seq_id in self._failed else token, found.logprobs.get(i))
             for i, (row, token) in enumerate(zip(sampling, found.token_ids, strict=True))
         ]
-        return tokens, list(found.prompts)
+        return tokens, [part for part in found.prompts if part.seq_id not in self._failed]
 
     def _wait_for_masks(self, slots: list[Slot]) -> None:
         """Until all are filled. A grammar that fails, fails its sequence."""

@@ -155,8 +155,9 @@ class KernelPath:
 
     def _head(self, step: Any, first: int, count: int, name: str, row: int) -> None:
         """Logits of samples [first, first + count) of a step that was run without, to buffer `name` from `row` on."""
-        target = self._address(name) + row * self._padded_vocab * 4
+        target, booked_s = self._address(name) + row * self._padded_vocab * 4, step.seconds[_HEAD]
         self._library.run_head(ctypes.byref(self._model), ctypes.byref(step), first, count, target, self._team)
+        self.seconds["head"] += step.seconds[_HEAD] - booked_s
 
     def _run(self, step: Any) -> None:
         self._library.run_step(ctypes.byref(self._model), ctypes.byref(step), self._team)
@@ -250,6 +251,7 @@ def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+_HEAD = lib.PHASES.index("head")
 _LEVEL_NAMES = ("portable", "AVX2", "AVX-512", "AMX")
 _ARRAYS = ("token_ids", "slots", "tables", "decodes", "chunks", "groups", "members", "sample_at")
 

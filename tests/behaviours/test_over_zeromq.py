@@ -62,7 +62,7 @@ async def test_24_whoever_goes_stops_the_work_on_all_its_sequences(
 ) -> None:
     core: Core = await open_core(**ENDLESS, max_model_len=4096)
     engine = await core.connect()
-    stream = engine.generate(prompt_of(9), seeded(1, 4000, n=n, output_kind=kind))
+    stream = engine.generate(prompt_of(9), seeded(1, 4000, n=n, output_kind=kind, ignore_eos=True))
     await stats_until(engine, lambda stats: stats.num_running + stats.num_paused == n)
     await stream.aclose()
     assert await stats_until(engine, is_idle) < 1.0

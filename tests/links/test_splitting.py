@@ -8,7 +8,7 @@ import pytest
 
 from repertory.actors.links.splitting import split
 from repertory.protocol.ids import RequestId
-from repertory.protocol.messages import Open, SequenceEnd, TokenLogprobs, TokensSampled
+from repertory.protocol.messages import Open, PromptLogprobs, SequenceEnd, TokenLogprobs, TokensSampled
 from repertory.protocol.sampling import SamplingParams
 
 
@@ -66,3 +66,24 @@ def test_every_column_is_split_alike_and_in_order(seed: int) -> None:
         assert part.logprobs == ([logprobs[row] for row in rows] if logprobs else [])
         assert part.ended == [end for end in ended if end.request_id >> 32 == owner]
         assert part.sampled_s == 2.5
+
+
+def test_every_column_of_a_message_is_split() -> None:
+    """One that is added and forgotten here would be lost whenever two frontends have tokens in one step."""
+    ids = [id_of(7, 1), id_of(8, 1)]
+    entry = TokenLogprobs([5], [-0.5], 1)
+    whole = TokensSampled(
+        ids,
+        [5, 6],
+        1.0,
+        opened=[opening(request_id) for request_id in ids],
+        ended=[SequenceEnd(request_id, "stop") for request_id in ids],
+        preempted=[(request_id, 1) for request_id in ids],
+        indices=[1, 2],
+        logprobs=[entry, entry],
+        prompts=[PromptLogprobs(request_id, [entry]) for request_id in ids],
+    )
+    parts = split(whole)
+    for name in TokensSampled.__struct_fields__:
+        if name != "sampled_s":
+            assert [len(getattr(part, name)) for part in parts.values()] == [1, 1], name

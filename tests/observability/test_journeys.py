@@ -11,7 +11,7 @@ import pytest
 
 from repertory import SamplingParams
 from repertory.actors.accounts import Accounts
-from repertory.actors.scheduling.journeys import MOST_EPISODES, Stalls, Traveller, handed_over
+from repertory.actors.scheduling.journeys import MOST_EPISODES, Own, Stalls, Traveller, handed_over
 from repertory.actors.scheduling.reports import Finished
 from repertory.protocol.ids import RequestId, incarnation_of
 from repertory.protocol.journey import MOST_LEGS, STAGES, Journey, Leg
@@ -26,7 +26,7 @@ def journey_of(*legs: tuple[Any, ...]) -> Journey:
 
 
 def travel(stalls: Stalls, request_id: RequestId, arrival_s: float = 0.0) -> Traveller:
-    return Traveller(request_id, arrival_s, stalls)
+    return Traveller(request_id, arrival_s, stalls, Own())
 
 
 def check(line: dict[str, Any]) -> None:
@@ -174,9 +174,9 @@ def test_chunks_cost_others_their_share_and_themselves_nothing() -> None:
         one.enter("prefill")
     decodes.reached_decode()
     stalls.at(1.0)
-    stalls.on_step_done(0.0, 0.5, [(long, B, 30), (short, C, 10)])
+    stalls.on_step_done(0.0, 0.5, [(long.own, B, 30), (short.own, C, 10)])
     stalls.at(2.0)
-    stalls.on_step_done(0.5, 0.8, [(long, B, 40)])  # it was sent while the other ran, and took a second
+    stalls.on_step_done(0.5, 0.8, [(long.own, B, 40)])  # it was sent while the other ran, and took a second
     stalls.at(3.0)
     stalls.on_step_done(2.5, 0.0, [])
     journeys = [one.ends() for one in (decodes, long, short)]
@@ -186,13 +186,26 @@ def test_chunks_cost_others_their_share_and_themselves_nothing() -> None:
     assert dict(journeys[2].stalled_by) == pytest.approx({B: 1.175})
 
 
+def test_a_prompt_that_one_sequence_computes_holds_none_of_its_request_up() -> None:
+    stalls, own = Stalls(), Own()
+    first, second = (Traveller(A, 0.0, stalls, own) for _ in range(2))
+    for one in (first, second):
+        one.enter("prefill")
+    stalls.at(2.0)
+    stalls.on_step_done(0.0, 1.0, [(own, A, 30)])
+    for one in (first, second):
+        one.reached_decode()
+    stalls.at(3.0)
+    assert [one.ends().seconds() for one in (first, second)] == [{"prefill": 2.0, "decode": 1.0}] * 2
+
+
 def test_only_what_fell_into_a_leg_is_blamed_for_it() -> None:
     stalls = Stalls()
     early, late = travel(stalls, A), travel(stalls, B)
     early.enter("decode")
     for moment in range(1, 11):
         stalls.at(float(moment))
-        stalls.on_step_done(moment - 1.0, 0.5, [(late, C, 8)])
+        stalls.on_step_done(moment - 1.0, 0.5, [(late.own, C, 8)])
         if moment == 4:
             early.enter("preempted")
         if moment == 7:
@@ -208,7 +221,7 @@ def test_what_is_long_ago_is_forgotten_by_name_and_still_counted() -> None:
     one.enter("decode")
     for moment, other in enumerate(others, start=1):
         stalls.at(float(moment))
-        stalls.on_step_done(moment - 1.0, 0.5, [(other, RequestId(99 + moment), 1)])
+        stalls.on_step_done(moment - 1.0, 0.5, [(other.own, RequestId(99 + moment), 1)])
     journey = one.ends()
     assert journey.seconds()["stalled"] == pytest.approx(MOST_EPISODES)
     assert len(journey.stalled_by) == 5

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from repertory import Engine, Logprob, RequestOutput, SamplingParams, ValidationError
 from repertory.gpu.simulated import SimulatedExecutor
 from repertory.gpu.slots import Slot
 from repertory.protocol.ids import SequenceId
 from repertory.protocol.messages import NewRow
+from repertory.protocol.sampling import check_prompt_logprobs
 from repertory.tests.conformance.reference import load_directory, threads
 from repertory.tests.engine.stage import Stage, answer_of, greedy, last_of, prompt_of, read_all, seeded, until
+from repertory.tests.tiny_model import make_tiny_model
 
 PROMPTS = [[5], [5, 6], [60, 3, 77, 200, 41, 5, 9, 9, 12], [33] * 17, [*range(10, 85)]]
 
@@ -172,3 +175,59 @@ async def test_counts_out_of_range_are_refused_by_name(stage: OpenStage, count: 
         await s.ask(prompt_of(5), SamplingParams(prompt_logprobs=count))
     assert caught.value.field == "prompt_logprobs"
     await s.check_clean()
+
+
+@pytest.mark.parametrize(("n", "num_tokens", "count"), [(1, 2500, 99), (1, 100_001, 1), (10, 5_001, 3), (1, 200_001, 0)])
+def test_what_an_answer_could_not_hold_is_refused_with_the_numbers(n: int, num_tokens: int, count: int) -> None:
+    params = SamplingParams(n=n, prompt_logprobs=count)
+    with pytest.raises(ValidationError, match=f"prompt_logprobs {count} of {num_tokens} prompt tokens") as caught:
+        check_prompt_logprobs(params, num_tokens)
+    assert caught.value.field == "prompt_logprobs"
+    check_prompt_logprobs(params, 200_000 // n // (count + 1))
+    check_prompt_logprobs(SamplingParams(n=128), 10**6)
+
+
+async def test_the_engine_refuses_it_before_it_is_queued(stage: OpenStage) -> None:
+    s = await stage(block_size=4, max_model_len=4096, num_device_blocks=1100)
+    with pytest.raises(ValidationError, match="more than 200000"):
+        await s.ask(prompt_of(4000), greedy(1, n=3, prompt_logprobs=20))
+    await s.check_clean()
+
+
+OVERFLOWING = 100
+"""A token at which the last layer's feed-forward overflows: its logits are not finite, and all others' are."""
+
+
+def model_that_overflows(folder: Path) -> Path:
+    model = make_tiny_model(folder, tie_word_embeddings=False)
+    tensors = {name: tensor.copy() for name, tensor in load_file(model / "model.safetensors").items()}
+    flag = 5  # a dimension that nothing but this token's embedding writes
+    tensors["model.embed_tokens.weight"][:, flag] = 0
+    tensors["model.embed_tokens.weight"][OVERFLOWING, flag] = 1
+    for layer in range(3):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{layer}.{name}.weight"][flag, :] = 0
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.2.mlp.{name}.weight"][0, :] = 0
+        tensors[f"model.layers.2.mlp.{name}.weight"][0, flag] = 1e25
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+async def test_a_prompt_that_is_not_finite_in_the_middle_fails_that_request_alone(tmp_path: Path, backend: str) -> None:
+    prompt = list(range(10, 50))
+    prompt[5] = OVERFLOWING
+    async with Engine(
+        model=str(model_that_overflows(tmp_path / "model")), dtype="float32", device="cpu", worker="inline",
+        attention_backend=backend, block_size=4, num_device_blocks=200, num_threads=1, log_level="error",
+        max_num_batched_tokens=16,
+    ) as engine:  # fmt: skip
+        plain = await last_of(engine.generate(prompt, greedy(3, ignore_eos=True)))
+        assert plain.outputs[0].finish_reason == "length", "what comes after the token is finite"
+        beside = asyncio.ensure_future(last_of(engine.generate([30, 31, 32], greedy(60, ignore_eos=True))))
+        asked = await last_of(engine.generate(prompt, greedy(3, prompt_logprobs=1, ignore_eos=True)))
+        assert (await beside).outputs[0].finish_reason == "length"
+        assert asked.outputs[0].finish_reason == "error"
+        assert "not finite" in str(asked.outputs[0].stop_reason)
+        assert await engine.audit() == []

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from repertory.actors.scheduling.policies import installed_policies, load_policy
+from repertory.actors.scheduling.sequence import Sequence
 from repertory.protocol.errors import ConfigError
+from repertory.protocol.ids import RequestId
+from repertory.protocol.messages import Admit
+from repertory.protocol.sampling import SamplingParams
 
 from .world import World
 
@@ -81,3 +85,40 @@ def test_the_baseline_takes_longer_for_uneven_requests_than_continuous_batching(
         return world.run()
 
     assert steps("static") > 1.5 * steps("fcfs")
+
+
+class RaisesOverSome:
+    """A policy that has a say in who is next, and a mistake in it."""
+
+    def priority_class(self, admit: Admit) -> int:
+        return 0
+
+    def admits_beside(self, num_running: int) -> bool:
+        return True
+
+    def on_queued(self, seq: Sequence) -> None:
+        if seq.admit.label == "boom" and seq.index == 1:
+            raise LookupError("the policy has a bug")
+
+    def on_admitted(self, seq: Sequence) -> None:
+        pass
+
+    def on_left(self, seq: Sequence) -> None:
+        pass
+
+    def next_of(self, waiting: list[Sequence], recovery: list[Sequence]) -> Sequence | None:
+        return (recovery or waiting or [None])[0]
+
+
+def test_a_policy_that_raises_over_a_request_in_the_queue_leaves_nothing_of_it() -> None:
+    world = World()
+    world.core.queues.chooser = RaisesOverSome()
+    world.submit([5, 6, 7])
+    bad = Admit(RequestId(99), "boom", [5, 6, 7, 8], SamplingParams(n=3, temperature=0.0, max_tokens=3), 0.0)
+    with pytest.raises(LookupError):
+        world.core.on_admit(bad, 0.0)
+    assert world.core.num_live == 1
+    assert world.core.audit() == []
+    world.run()
+    world.check_outputs()
+    world.check_nothing_is_left()

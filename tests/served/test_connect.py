@@ -143,7 +143,9 @@ async def test_refusals_come_from_where_they_are_found(open_core: OpenCore) -> N
 async def test_draining_finishes_what_runs_and_refuses_everybody_elses(open_core: OpenCore) -> None:
     core: Core = await open_core()
     first, second = await core.connect(), await core.connect()
-    running = asyncio.ensure_future(read(second.generate(prompt_of(9), SamplingParams(max_tokens=60, output_kind="delta"))))
+    running = asyncio.ensure_future(
+        read(second.generate(prompt_of(9), SamplingParams(max_tokens=2000, ignore_eos=True, output_kind="delta")))
+    )
     while not (await first.stats()).num_running:
         pass
     assert await first.drain(timeout_s=20)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ....protocol.errors import ValidationError, shorten
-from ....protocol.sampling import SamplingParams
+from ....protocol.sampling import SamplingParams, check_prompt_logprobs
+from ...resolving import MAX_TRACE_CHARACTERS
 from ..face import EngineFace, Prompt
 from .answering import Call, answer
 from .bodies import INLINE_BYTES, decode_body, read_body
@@ -62,6 +63,7 @@ class Generating:
     async def _answer(
         self, exchange: Exchange, request: Wanted, prompts: list[Prompt], params: SamplingParams, form: Form
     ) -> None:
+        _check_prompt_logprobs(prompts, params)
         call = Call(
             prompts,
             params,
@@ -90,6 +92,12 @@ class Generating:
         check_model(request.model, self._model)
 
 
+def _check_prompt_logprobs(prompts: list[Prompt], params: SamplingParams) -> None:
+    """Of several prompts in one request the answer repeats all at once. Each alone is the engine's to judge."""
+    if len(prompts) > 1:
+        check_prompt_logprobs(params, sum(len(prompt) for prompt in prompts if isinstance(prompt, str | list)))
+
+
 def check_model(asked: str | None, served: str) -> None:
     """Raise `HttpError` 404 for a model that is not served here. One that is not named is whichever there is."""
     if asked and asked != served:
@@ -107,4 +115,5 @@ def _wants_usage(request: Wanted) -> bool:
 
 def _trace_context(exchange: Exchange) -> dict[str, str] | None:
     found = {name.decode(): value for name in _TRACE_HEADERS if (value := exchange.header(name)) is not None}
-    return found or None
+    # One that cannot be meant is no reason to refuse the request.
+    return found if found and sum(map(len, (*found, *found.values()))) <= MAX_TRACE_CHARACTERS else None

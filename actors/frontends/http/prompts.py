@@ -13,6 +13,8 @@ from .requests import ChatRequest, TokenizeRequest
 MAX_PROMPTS = 256
 """Prompts of one completion request."""
 MAX_TOOLS = 512
+MAX_ARGUMENTS = 65_536
+"""Characters of a call's arguments that are read as JSON; longer ones stay text."""
 _TOOL_CHOICES = ("none", "auto", "required")
 
 
@@ -116,6 +118,8 @@ def _read_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
+    if len(text) > MAX_ARGUMENTS:
+        return call  # reading it would hold everybody up
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -20,7 +20,10 @@ from .sending import encode
 MAX_OVERHEAD_BYTES = 1 << 18
 """What a request may send beside its body: head, trailers and the framing of chunks, beyond 8 bytes for each of its body."""
 KEEP_ALIVE_S = 60
-BACKLOG = 2048
+HEAD_S = 30.0
+"""What a client may take from connecting, or from a request's first byte, to the end of its head."""
+BACKLOG = 256
+"""Connections that wait to be accepted. asyncio also accepts, or fails to, as many in one turn."""
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -31,6 +34,7 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     _overhead = 0
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
@@ -40,6 +44,26 @@ class BoundedConnection(HttpToolsProtocol):
             # their listener. Without it every answer's second piece waits 40 ms for the client to acknowledge the first.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._has_head()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """A request's head is here."""
+        self._has_head()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._has_head()
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _has_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def data_received(self, data: bytes) -> None:
         """More from the client."""
@@ -53,6 +77,7 @@ class BoundedConnection(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._overhead = 0
+        self._await_head()
         self.scope["extensions"] = {"repertory.hang_up": {"call": self.transport.abort}}
 
     def on_body(self, body: bytes) -> None:
