@@ -392,7 +392,9 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             assert blocks[advance.copy.source] == "proven"
             assert advance.copy.target == target
-            assert target not in blocks
+            left = {one.block for one in self.naive.blocks.values()}
+            assert advance.copy.source in left
+            assert target not in left, "at most evicted for this: then it may have been as good a source as the one copied"
             assert advance.copy.num_tokens == advance.num_computed - depth * self.size
 
     def _fills(self, seq_id, seq, depth):
