@@ -67,7 +67,7 @@ async def ask_to_its_end(client: httpx2.AsyncClient) -> tuple[float, int]:
 async def until_healthy(client: httpx2.AsyncClient) -> None:
     async with asyncio.timeout(BACK_S):
         while True:
-            answers = [await client.get("/health") for _ in range(4)]
+            answers = [await client.get("/health") for _ in range(16)]  # each may meet another frontend
             if all(answer.status_code == 200 for answer in answers):
                 return
             await asyncio.sleep(0.05)
