@@ -10,6 +10,7 @@ import itertools
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -92,7 +93,7 @@ def make_tiny_model(
     return directory
 
 
-def _shapes(config: dict, architecture: str) -> dict[str, tuple[int, ...]]:
+def _shapes(config: dict[str, Any], architecture: str) -> dict[str, tuple[int, ...]]:
     hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
@@ -153,5 +154,5 @@ def _write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> None:
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
 
 
-def _write_json(path: Path, value: dict) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1))

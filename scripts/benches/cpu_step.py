@@ -187,7 +187,8 @@ class Bench:
         found: tuple[list[float], list[float]] = ([], [])
         parts: list[dict[str, float]] = []
         for _ in range(repeats):
-            for path, times in zip((self.torch, self.kernels), found, strict=True):
+            paths: tuple[ComputePath, ComputePath] = (self.torch, self.kernels)
+            for path, times in zip(paths, found, strict=True):
                 self.kernels.seconds = dict.fromkeys(PHASES, 0.0)
                 times.append(self._timed(path, work, clock))
             parts.append({**self.kernels.seconds, "python": found[1][-1] - sum(self.kernels.seconds.values())})

@@ -67,14 +67,14 @@ async def measure(config: EngineConfig, num_streams: int, num_tokens: int, found
         found["embedded"].append(1e6 * await decode(engine, num_streams, num_tokens) / total)
     async with AsyncExitStack() as stack:
         endpoint = stack.enter_context(private_endpoint())
-        core = Child("core host", CORE_COMMAND, CoreOrders(endpoint, config), patience_s=PATIENCE_S)
+        core = Child(CORE_COMMAND, CoreOrders(endpoint, config), patience_s=PATIENCE_S)
         stack.push_async_callback(core.end)
         await core.start()
         end = asyncio.ensure_future(core.ended())
-        engine = await stack.enter_async_context(connect(endpoint))
-        await decode(engine, num_streams, num_tokens)
+        remote = await stack.enter_async_context(connect(endpoint))
+        await decode(remote, num_streams, num_tokens)
         before = cpu_s(core)
-        found["frontend"].append(1e6 * await decode(engine, num_streams, num_tokens) / total)
+        found["frontend"].append(1e6 * await decode(remote, num_streams, num_tokens) / total)
         found["core"].append(1e6 * (cpu_s(core) - before) / total)
         end.cancel()
 

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -228,4 +227,4 @@ def report(times: dict[str, float], *, without_sdk: dict[str, float], num_runnin
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -32,7 +32,6 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import torch
-from overlapping.driving import DIRECTIONS, LANE_BLOCKS, Driver, Ran
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +47,7 @@ from repertory.protocol.messages import (
     NewRow,
 )
 from repertory.protocol.sampling import SamplingParams
+from repertory.scripts.benches.overlapping.driving import DIRECTIONS, LANE_BLOCKS, Driver, Ran
 
 MOST_SLOWER, LEAST_HIDDEN = 1.10, 0.90
 CONTEXT, ROOM = 512, 256

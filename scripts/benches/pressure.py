@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=5, help="with --real: runs of each mode, in turn")
     options = parser.parse_args()
     if options.real:
-        from pressure_on_cpu import serve_for_real  # it brings torch
+        from repertory.scripts.benches.pressure_on_cpu import serve_for_real  # it brings torch
 
         return serve_for_real(options.requests or 24, options.seed, options.repetitions)
     runs = {

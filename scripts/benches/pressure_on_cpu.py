@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pressure import MODES, Outcome, percentiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from repertory import Engine, EngineConfig, SamplingParams
 from repertory.protocol.config import PreemptionMode
+from repertory.scripts.benches.pressure import MODES, Outcome, percentiles
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 96), (128, 256)

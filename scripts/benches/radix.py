@@ -87,7 +87,8 @@ class Bench:
 
     def entering(self) -> dict[str, float]:
         """Enter every sequence as the scheduler does, one a step; the first of a group is all new."""
-        new, half = [], []
+        new: list[float] = []
+        half: list[float] = []
         for log in self.logs:
             microseconds, cached = self._enter(log)
             (half if cached else new).append(microseconds)

@@ -16,16 +16,16 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from scheduler import VOCAB_SIZE, filled_core
-
 from repertory.actors.mailbox import Mailbox
 from repertory.actors.observing.logs import configure_logging
 from repertory.actors.observing.recorder import Recorder
 from repertory.actors.scheduler import Scheduler
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.messages import CopyBlocks, RunStep, StepDone
+from repertory.scripts.benches.scheduler import VOCAB_SIZE, Setting, filled_core
 
 WINDOW = 50
+PROMPT_TOKENS = 128
 
 
 class Cost(NamedTuple):
@@ -59,7 +59,7 @@ def measure(num_running: int, num_steps: int, kind: str | None) -> Cost:
     """Steps of `num_running` decodes with a trace of this kind, or none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        core = filled_core(num_running, 0, num_steps=num_steps + WINDOW)
+        core = filled_core(Setting("fcfs", PROMPT_TOKENS, 0, num_running), num_steps=num_steps + WINDOW)
         config = EngineConfig(model="none", trace_file=str(path), trace_content=kind == "content")
         recorder = Recorder(core, config) if kind is not None else None
         sent: list[RunStep] = []

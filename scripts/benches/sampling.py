@@ -12,7 +12,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +36,7 @@ NUM_OUTPUT = 100
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
 FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
 EVERYTHING = "everything on"
-KINDS: dict[str, tuple[float | None, dict[str, object]]] = {
+KINDS: dict[str, tuple[float | None, Mapping[str, Any]]] = {
     "greedy": (1, {"temperature": 0.0}),
     "temperature": (6, {}),
     "min-p 0.01": (None, {"min_p": 0.01}),
@@ -85,11 +86,11 @@ def print_table(num_rows: int, vocab_size: int, repeats: int) -> None:
     Console(width=WIDTH).print(table)
 
 
-def row_of(name: str, fields: dict[str, object], number: int, vocab_size: int) -> SamplingRow:
+def row_of(name: str, fields: Mapping[str, Any], number: int, vocab_size: int) -> SamplingRow:
     """A row in the middle of an answer."""
     draw = random.Random(number)
     log = draw.choices(range(vocab_size), k=NUM_PROMPT + NUM_OUTPUT)
-    params = SamplingParams(**{"temperature": 1.0, "seed": number, **fields})  # type: ignore[arg-type]  # of many types
+    params = SamplingParams(**{"temperature": 1.0, "seed": number, **fields})  # of many types
     words = [draw.choices(range(vocab_size), k=draw.randint(1, 3)) for _ in range(20)]
     barred = Barred([2], words) if name == EVERYTHING else None
     edits = LogitEdits.of(NewRow(SequenceId(number), log, NUM_PROMPT, params, [], barred=barred))

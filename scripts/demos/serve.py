@@ -14,10 +14,10 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import psutil
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
@@ -96,31 +96,20 @@ async def server(say: Callable[[str], None]) -> AsyncIterator[tuple[Process, str
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """The processes below `pid`, and their command lines (Linux)."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has just ended
+    """The processes below `pid`, and their command lines."""
     found: dict[int, str] = {}
-    for child in sorted(parents):
-        ancestor = parents[child]
-        while ancestor in parents and ancestor != pid:
-            ancestor = parents[ancestor]
-        if ancestor == pid:
-            try:
-                found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                found[child.pid] = " ".join(child.cmdline())
     return found
 
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and it is more than an entry that its parent has yet to read."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
 
 
