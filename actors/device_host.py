@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -34,11 +33,9 @@ from ..protocol.messages import CopyDone, DeviceOpened, DeviceShared, Heartbeat,
 from .device import open_executor
 from .devices.codec import FromHost, LaneFailed, ToHost, decode_to_host, encode
 from .devices.threads import DeviceThreads
+from .links.wire import heartbeat_period_s
 from .observing.logs import configure_logging, logger
-from .parent import wake_when_parent_dies
-
-HEARTBEATS_PER_TIMEOUT = 5
-LONGEST_HEARTBEAT_S = 1.0
+from .parent import remove_folder_of, wake_when_parent_dies
 
 OpenExecutor = Callable[[EngineConfig, Path], Executor]
 
@@ -88,7 +85,7 @@ class DeviceHost:
                 logger("device_host").warning("link.bad_message", reason=str(error), num_bytes=len(frame))
 
     async def _beat(self, opening: OpenDevice) -> None:
-        period_s = min(LONGEST_HEARTBEAT_S, opening.config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT)
+        period_s = heartbeat_period_s(opening.config)
         while True:
             await self._socket.send(encode(Heartbeat(opening.epoch)))
             await asyncio.sleep(period_s)
@@ -109,7 +106,7 @@ def follow_parent(endpoint: str) -> None:
     def wait() -> None:
         while sys.stdin.buffer.read(1024):
             pass
-        shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+        remove_folder_of(endpoint)
         os._exit(0)
 
     wake_when_parent_dies()

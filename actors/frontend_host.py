@@ -16,16 +16,13 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
-
-import uvicorn
 
 from ..protocol.errors import EngineDeadError
 from .frontends.face import EngineFace
 from .frontends.http.app import make_app
-from .frontends.http.server import server_config
+from .frontends.http.server import Server, server_config
 from .frontends.remote import RemoteEngine
 from .observing.exporting import traces_exported
 from .serving.childhood import Parent, run_child
@@ -43,25 +40,6 @@ class MakeApp(Protocol):
         ...
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server that says when it listens, and leaves signals to those who own the process."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the parent's: it says when to drain."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._on_started()
-
-
 async def serve_http(orders: FrontendOrders, parent: Parent, make_app: MakeApp) -> None:
     """Serve HTTP until told to drain. Raises what ended it."""
     with traces_exported():
@@ -72,7 +50,7 @@ async def serve_http(orders: FrontendOrders, parent: Parent, make_app: MakeApp) 
 async def _serve_engine(engine: RemoteEngine, orders: FrontendOrders, parent: Parent, make_app: MakeApp) -> None:
     app = make_app(engine, is_draining=parent.is_draining.is_set)
     config = server_config(app, timeout_graceful_shutdown=int(GOODBYE_S))
-    server = Server(config, on_started=lambda: parent.say(Ready()))
+    server = Server(config, lambda: parent.say(Ready()))
     duties = [asyncio.create_task(_drain(server, engine, parent)), asyncio.create_task(_stop_with(engine, server))]
     try:
         await server.serve(sockets=[socket.socket(fileno=orders.socket)])

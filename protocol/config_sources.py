@@ -62,7 +62,7 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         key = _snake(name)
         if key not in FIELDS:
             raise _unknown("flag", f"--{_kebab(key)}", [f"--{_kebab(known)}" for known in FIELDS])
-        yield key, _typed(key, value, source=f"--{_kebab(key)}")
+        yield key, typed(key, value, source=f"--{_kebab(key)}")
 
 
 def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -72,7 +72,7 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
             continue
         if name not in known:
             raise _unknown("variable", name, [*known, *OTHER_VARIABLES])
-        yield known[name], _typed(known[name], text, source=name)
+        yield known[name], typed(known[name], text, source=name)
 
 
 def _from_file(file: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _from_file(file: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for place, key, raw in _settings(content, file):
-        value = _typed(key, raw, source=f"{file}: {place}")
+        value = typed(key, raw, source=f"{file}: {place}")
         if key in values and values[key] != value:
             raise ConfigError(f"{file}: {_both(key, places[key], values[key], place, value)}", key=key)
         values[key] = value
@@ -144,7 +144,7 @@ def _refuse_repeated_lines(text: str, file: Path) -> None:
             raise ConfigError(f"{file}: {_both(key, f'line {first}', before, f'line {number}', value)}", key=key)
 
 
-def _typed(key: str, raw: Any, *, source: str) -> Any:
+def typed(key: str, raw: Any, *, source: str) -> Any:
     """`raw` as the field's type. Text, where the field is none, is read as what it spells."""
     if raw == "":
         raise ConfigError(f"{source} is empty; leave it out to get the default", key=key)

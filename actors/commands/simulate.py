@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from ...protocol.config import FIELDS, converted, shown
+from ...protocol.config import FIELDS, shown
+from ...protocol.config_sources import typed
 from ...protocol.errors import ValidationError
 from ...protocol.trace import Finished
 from ...protocol.trace_reading import Trace
@@ -46,6 +47,8 @@ _LEFT_OUT = (
     "gpu_memory_utilization",
     "scheduling_policy",
 )
+_SETTINGS = (set(FIELDS) - set(_LEFT_OUT)) | {"scheduling_policy"}
+"""What `--also` may change."""
 
 if TYPE_CHECKING:
     EngineFlags = dict[str, Any]
@@ -204,18 +207,10 @@ def _variants(policies: Sequence[str], also: Sequence[str]) -> Iterator[tuple[st
 def _setting(words: str) -> tuple[str, Any]:
     name, is_given, text = words.partition("=")
     key = name.strip().removeprefix("--").replace("-", "_")
-    if not is_given or key not in FIELDS:
-        known = ", ".join(sorted(set(FIELDS) - set(_LEFT_OUT)))
+    if not is_given or key not in _SETTINGS:
+        known = ", ".join(sorted(_SETTINGS))
         raise ValidationError(f"--also: {words!r} is not SETTING=VALUE; settings are {known}", field="also", value=words)
-    text = text.strip()
-    value: Any = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    for kind in (int, float):
-        if isinstance(value, str):
-            try:
-                value = kind(value)
-            except ValueError:
-                continue
-    return key, converted(key, value, source=f"--also {name.strip()}")
+    return key, typed(key, text.strip(), source=f"--also {name.strip()}")
 
 
 def _run(source: Source, name: str, settings: Mapping[str, Any]) -> Outcome:

@@ -201,9 +201,9 @@ def _say(words: str) -> int:
 
 
 def _print_json(content: Any) -> int:
-    import msgspec
+    from .benching.show import write_json
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(content)).decode() + "\n")
+    write_json(content, sys.stdout)
     return 0
 
 

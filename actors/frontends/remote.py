@@ -79,7 +79,6 @@ class RemoteEngine(EngineFace):
         self._half: FrontendHalf | None = None
         self._link: FrontendLink | None = None
         self._absence = EngineDeadError("the engine has not been started: use `async with connect(...) as engine`")
-        self._has_ended = False
         self._is_draining = False
         self._reader: tuple[str, PromptReader] | None = None
 
@@ -97,9 +96,9 @@ class RemoteEngine(EngineFace):
                 group.start_soon(self._serve_cores, ready)
                 await stop.wait()
                 group.cancel_scope.cancel()
-            self._end(EngineDeadError("the engine has been closed"))
+            self._leave(EngineDeadError("the engine has been closed"))
         except asyncio.CancelledError:
-            self._end(EngineDeadError("the engine's task was cancelled"))
+            self._leave(EngineDeadError("the engine's task was cancelled"))
             raise
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise  # the loop itself ends
@@ -108,9 +107,9 @@ class RemoteEngine(EngineFace):
             failure = first_of(error)
             if ready.done():
                 self._log.error("engine.dead", reason=str(failure), exc_info=failure)
-                self._end(EngineDeadError(f"the frontend has died: {failure!r}"))
+                self._leave(EngineDeadError(f"the frontend has died: {failure!r}"))
             else:
-                self._end(EngineDeadError(f"the engine did not start: {failure}"))
+                self._leave(EngineDeadError(f"the engine did not start: {failure}"))
                 ready.set_exception(failure)
 
     async def _serve_cores(self, ready: asyncio.Future[None]) -> None:
@@ -196,10 +195,6 @@ class RemoteEngine(EngineFace):
         self._absence = error
         if half is not None:
             half.fail_all(error)
-
-    def _end(self, error: EngineDeadError) -> None:
-        self._has_ended = True
-        self._leave(error)
 
     def _living(self) -> FrontendHalf:
         return self._connection()[0]

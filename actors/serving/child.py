@@ -30,10 +30,7 @@ LATE = 3
 class Child:
     """A process that gets `orders` as its first line. `ended` waits for its end, which it brings about when it is silent."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], orders: ToChild, *, patience_s: float, pass_fds: Sequence[int] = ()
-    ) -> None:
-        self.name = name
+    def __init__(self, command: Sequence[str], orders: ToChild, *, patience_s: float, pass_fds: Sequence[int] = ()) -> None:
         self.problem: Problem | None = None
         """Why it ends, in its own words."""
         loop = asyncio.get_running_loop()

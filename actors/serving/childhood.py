@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -20,7 +18,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import problem_of
 from ..links.wire import heartbeat_period_s
 from ..observing.logs import configure_logging, logger
-from ..parent import wake_when_parent_dies
+from ..parent import remove_folder_of, wake_when_parent_dies
 from .lines import Alive, CoreOrders, Drain, Failed, FrontendOrders, ToChild, ToParent, as_line, decode_to_child
 
 FAILED = 1
@@ -66,7 +64,7 @@ class Parent:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(leave)
             time.sleep(LEAVE_S)
-            shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+            remove_folder_of(endpoint)
             os._exit(0)
 
         threading.Thread(target=wait, name="repertory-parent", daemon=True).start()
@@ -114,7 +112,7 @@ def run_child(serve: Callable[[CoreOrders | FrontendOrders, Parent], Awaitable[N
         finally:
             beats.cancel()
             if serving.cancelled():
-                shutil.rmtree(Path(orders.endpoint.removeprefix("ipc://")).parent, ignore_errors=True)
+                remove_folder_of(orders.endpoint)
 
     try:
         asyncio.run(live())

@@ -61,11 +61,11 @@ class Server:
         descriptor = listener.fileno()
 
         def core() -> Child:
-            return Child("core host", core_command, CoreOrders(endpoint, without_secrets(config)), patience_s=patience_s)
+            return Child(core_command, CoreOrders(endpoint, without_secrets(config)), patience_s=patience_s)
 
         def frontend() -> Child:
             orders = FrontendOrders(endpoint, config, descriptor)
-            return Child("frontend host", frontend_command, orders, patience_s=patience_s, pass_fds=[descriptor])
+            return Child(frontend_command, orders, patience_s=patience_s, pass_fds=[descriptor])
 
         self.core = Post("core host", core, config)
         self.frontends = [Post(f"frontend host {number}", frontend, config) for number in range(1, config.frontends + 1)]

@@ -50,7 +50,7 @@ class Core:
     async def start(self) -> Child:
         """Start a life of it, and wait until it serves."""
         orders = CoreOrders(self.endpoint, self.config)
-        self.child = Child("core host", self._command, orders, patience_s=3600.0)
+        self.child = Child(self._command, orders, patience_s=3600.0)
         await self.child.start()
         end = asyncio.ensure_future(self.child.ended())
         self.ends.append(end)

@@ -25,7 +25,7 @@ FAILED = as_line(Failed(Problem("ModelLoadError", "no such model", "model"))).de
 def child(program: str, patience_s: float = PATIENCE_S) -> Child:
     """A child that runs `program`, with `say(text)` for a line to its parent."""
     begin = "import os, sys, time\ndef say(text):\n    print(text, flush=True)\n"
-    return Child("child", [sys.executable, "-c", begin + textwrap.dedent(program)], ORDERS, patience_s=patience_s)
+    return Child([sys.executable, "-c", begin + textwrap.dedent(program)], ORDERS, patience_s=patience_s)
 
 
 async def ended(one: Child) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TextIO
 
@@ -84,7 +84,7 @@ def write_table(title: str, shown: Table, out: TextIO) -> None:
     Console(file=out, width=None if out.isatty() else NO_TERMINAL_WIDTH, highlight=False, markup=False).print(shown)
 
 
-def write_json(content: Mapping[str, Any], out: TextIO) -> None:
+def write_json(content: Any, out: TextIO) -> None:
     """Print `content` as indented JSON; a figure that there is not (NaN) is null."""
     out.write(msgspec.json.format(msgspec.json.encode(content)).decode() + "\n")
 

@@ -77,7 +77,10 @@ class DeviceFlags:
                 _not_negative(flag, value)
                 changes[field] = value / unit
         if self.copy_gb_s is not None:
-            _not_negative("copy_gb_s", self.copy_gb_s or -1)
+            if not 0 < self.copy_gb_s < float("inf"):
+                raise ValidationError(
+                    f"--copy-gb-s must be above 0, got {self.copy_gb_s:g}", field="copy_gb_s", value=self.copy_gb_s
+                )
             changes["out_rate"] = changes["in_rate"] = self.copy_gb_s * 1e9
         return msgspec.structs.replace(model, **changes)
 

@@ -35,7 +35,6 @@ class Call:
     params: SamplingParams
     form: Form
     is_stream: bool
-    has_usage_event: bool
     priority: int = 0
     cache_salt: str | None = None
     trace_context: dict[str, str] | None = None
@@ -74,7 +73,8 @@ class _Writer:
         self._exchange = exchange
         self._call = call
         self._streams = streams
-        self._tally = _Tally()
+        self._num_generated = 0
+        """Tokens, counted as they come; a final output brings all."""
         self._num_unheard = len(streams)
         """Prompts of which nothing has come yet."""
         self._all_heard = anyio.Event()
@@ -83,10 +83,9 @@ class _Writer:
         """Write all of it."""
         lasts = await self._read_all(self._stream if self._call.is_stream else self._gather)
         outputs = [lasts[number] for number in range(len(self._streams))]
-        usage = self._tally.usage(outputs, has_output=self._call.form.has_output)
+        usage = self._usage(outputs)
         if self._call.is_stream:
-            last = self._call.form.usage_event(usage) if self._call.has_usage_event else b""
-            await end_events(self._exchange.send, last + DONE)
+            await end_events(self._exchange.send, self._call.form.usage_event(usage) + DONE)
             return
         _check_successful(outputs)
         await send_json(self._exchange.send, self._call.form.whole(outputs, usage))
@@ -103,14 +102,14 @@ class _Writer:
 
     async def _gather(self, number: int, stream: RequestStream, lasts: Lasts) -> None:
         async for output in stream:
-            self._tally.add(output)
+            self._count(output)
             lasts[number] = output
         await self._call.form.prepare(lasts[number], number * self._call.params.n)
 
     async def _stream(self, number: int, stream: RequestStream, lasts: Lasts) -> None:
         form, send, first = self._call.form, self._exchange.send, number * self._call.params.n
         async for output in stream:
-            self._tally.add(output)
+            self._count(output)
             if number not in lasts:
                 if output.finished:
                     _check_successful([output])
@@ -121,6 +120,16 @@ class _Writer:
                 await send_events(send, events)
         _check_successful([lasts[number]])
 
+    def _count(self, output: RequestOutput) -> None:
+        for one in output.outputs:
+            self._num_generated += len(one.token_ids)
+
+    def _usage(self, outputs: list[RequestOutput]) -> Usage:
+        """Of all prompts, by their last outputs."""
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        num_cached = sum(output.num_cached_tokens for output in outputs)
+        return usage_of(num_prompt, self._num_generated if self._call.form.has_output else 0, num_cached)
+
     async def _begin(self) -> None:
         """Send the head, once something has come of every prompt: none of them has been refused."""
         self._num_unheard -= 1
@@ -129,24 +138,6 @@ class _Writer:
         else:
             await begin_events(self._exchange.send)
             self._all_heard.set()
-
-
-class _Tally:
-    """Counts generated tokens as they come."""
-
-    def __init__(self) -> None:
-        self._num_output = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """What an output brings; a final one brings all."""
-        for one in output.outputs:
-            self._num_output += len(one.token_ids)
-
-    def usage(self, outputs: list[RequestOutput], *, has_output: bool) -> Usage:
-        """Of all prompts, by their last outputs."""
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        num_cached = sum(output.num_cached_tokens for output in outputs)
-        return usage_of(num_prompt, self._num_output if has_output else 0, num_cached)
 
 
 def _check_successful(outputs: list[RequestOutput]) -> None:

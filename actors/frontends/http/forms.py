@@ -7,6 +7,7 @@ choice: about a microsecond.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,7 +17,7 @@ from .responses import Answer, Usage
 from .sending import encode
 
 
-class Form:
+class Form(ABC):
     """One answer of one endpoint. `stream_usage`: events tell of a usage, which is null until the last.
 
     Choices are numbered over all prompts: the completions of a prompt begin at `first`.
@@ -35,11 +36,12 @@ class Form:
         self.created = int(time.time())
         head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._stream_usage = stream_usage
         self._tail = b',"usage":null}\n\n' if stream_usage else b"}\n\n"
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
-    async def prepare(self, output: RequestOutput, first: int) -> None:
+    async def prepare(self, output: RequestOutput, first: int) -> None:  # noqa: B027 - most have nothing to prepare
         """Called with the first output of each prompt, before it is written: for what takes long."""
 
     def events(self, output: RequestOutput, first: int) -> bytes:
@@ -64,7 +66,9 @@ class Form:
         return b"".join((self._head, encode(choice), b"]", extra, self._tail))
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The last event of a stream that tells its usage."""
+        """The last event of a stream that tells its usage; empty where none is told."""
+        if not self._stream_usage:
+            return b""
         return b"".join((self._head, b'],"usage":', encode(usage), b"}\n\n"))
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> Answer:
@@ -83,10 +87,10 @@ class Form:
         """The first events of a choice, with what is new of it."""
         return self._framed(self.new_of(output, one, index))
 
+    @abstractmethod
     def new_of(self, output: RequestOutput, one: CompletionOutput, index: int) -> msgspec.Struct:
         """What is new of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice_of(self, output: RequestOutput, one: CompletionOutput, index: int) -> msgspec.Struct:
         """A whole choice."""
-        raise NotImplementedError

@@ -69,7 +69,6 @@ class Generating:
             params,
             form,
             is_stream=bool(request.stream),
-            has_usage_event=_wants_usage(request),
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             trace_context=_trace_context(exchange),

@@ -111,20 +111,23 @@ def server_config(app: Application, **settings: Any) -> uvicorn.Config:
     return uvicorn.Config(app, **{**defaults, **settings})
 
 
-class _Server(uvicorn.Server):
-    """A server inside somebody's program: the signals are theirs. `started_event` is set once it listens."""
+class Server(uvicorn.Server):
+    """A uvicorn server that says when it listens, and leaves signals to those who own the process."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
-        self.started_event = anyio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.started_event.set()
+        self._on_started = on_started
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Signals are not its own: whoever owns the process says when it is to end."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_started()
 
 
 @asynccontextmanager
@@ -146,11 +149,12 @@ async def serve_embedded(
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # accepted sockets inherit it
     config = server_config(make_app(engine, is_draining=is_draining), timeout_graceful_shutdown=max(1, round(grace_s)))
-    server = _Server(config)
+    started = anyio.Event()
+    server = Server(config, started.set)
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(server.serve, [listener])
-            await server.started_event.wait()
+            await started.wait()
             try:
                 yield f"http://{host}:{listener.getsockname()[1]}"
             finally:
