@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -61,7 +61,7 @@ def complete(account: Finished, made_s: float, sent_s: float) -> Finished:
 def line_of(account: Finished) -> dict[str, Any]:
     """The fields of `request.finished`. Seconds of stages that took none are left out."""
     fields = msgspec.structs.asdict(account)
-    for name in ("journey", "problem", "arrival_s", "trace_context", "queue_s", "prefill_s", "decode_s"):
+    for name in ("journey", "problem", "arrival_s", "queue_s", "prefill_s", "decode_s"):
         del fields[name]
     fields["request_id"] = show_request_id(account.request_id)
     journey = account.journey
@@ -74,4 +74,9 @@ def line_of(account: Finished) -> dict[str, Any]:
             fields["stalled_by"] = [
                 [show_request_id(request_id), round(seconds, 6)] for request_id, seconds in journey.stalled_by
             ]
+    return rounded(fields)
+
+
+def rounded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a line, seconds to the microsecond."""
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}

@@ -30,7 +30,7 @@ import anyio.to_thread
 from ..gpu.models.config import load_model_config
 from ..protocol.capacity import Capacity
 from ..protocol.config import EngineConfig
-from .core_half import SETTLE_POLL_S, CoreHalf, left_over, mailbox_bound
+from .core_half import CoreHalf, left_over, mailbox_bound, settled
 from .devices.keeper import DeviceKeeper
 from .frontend_half import FrontendHalf
 from .loop_lag import watch_loop
@@ -91,10 +91,7 @@ class Company:
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until the company is idle; False when it closed before, or `timeout_s` seconds were not enough."""
-        with anyio.move_on_after(timeout_s):
-            while not (self.is_idle or self.core.is_closed):  # noqa: ASYNC110 - idleness is a fact about tables, not an event
-                await anyio.sleep(SETTLE_POLL_S)
-        return self.is_idle
+        return await settled(self, lambda: self.core.is_closed, timeout_s)
 
     def audit(self) -> list[str]:
         """Everything that does not add up over all actors. Tables must be empty once nothing is live."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import anyio
 
@@ -104,10 +105,7 @@ class CoreHalf:
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until this half is idle; False when it closed before, or `timeout_s` seconds were not enough."""
-        with anyio.move_on_after(timeout_s):
-            while not (self.is_idle or self.is_closed):  # noqa: ASYNC110 - idleness is a fact about tables, not an event
-                await anyio.sleep(SETTLE_POLL_S)
-        return self.is_idle
+        return await settled(self, lambda: self.is_closed, timeout_s)
 
     def tables(self) -> dict[str, int]:
         """What each table holds; nothing, once no request is live."""
@@ -126,6 +124,23 @@ class CoreHalf:
 
 def _num_frontends(actors: list[ActorLoad]) -> int:
     return len({actor.process for actor in actors if actor.name == "dispatcher"})
+
+
+class Settling(Protocol):
+    """What can have nothing left to do."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has."""
+        ...
+
+
+async def settled(one: Settling, is_over: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until it is idle; False when it was over before, or `timeout_s` seconds were not enough."""
+    with anyio.move_on_after(timeout_s):
+        while not (one.is_idle or is_over()):  # noqa: ASYNC110 - idleness is a fact about tables, not an event
+            await anyio.sleep(SETTLE_POLL_S)
+    return one.is_idle
 
 
 def mailbox_bound(config: EngineConfig) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
 import msgspec
 from tokenizers import Tokenizer as TextTokenizer
@@ -46,7 +45,6 @@ class Detokenizer:
         inbox: Mailbox[TokensSampled | Refused],
         frontend: Mailbox[TextOut | Tokenized],
         scheduler: Mailbox[SchedulerInbox],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.inbox = inbox
         self.core = DetokenizerCore(tokenizer)
@@ -55,7 +53,6 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._frontend = frontend
         self._scheduler = scheduler
-        self._clock = clock
         self._batch: deque[TokensSampled | Refused] = deque()
         self._replayed: dict[tuple[RequestId, int], Told] = {}
         self._asked: set[RequestId] = set()
@@ -121,9 +118,9 @@ class Detokenizer:
             deltas = [unheard for delta in deltas if (unheard := self._unheard(delta)) is not None]
         if not deltas:
             return
-        made_s = self._clock()
+        made_s = time.monotonic()
         await self._frontend.post(TextOut(deltas))
-        sent_s = self._clock()
+        sent_s = time.monotonic()
         closed = []
         for delta in deltas:
             if delta.is_terminal:

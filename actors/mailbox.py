@@ -20,7 +20,10 @@ M = TypeVar("M")
 
 
 class Load:
-    """What a mailbox's reader has done so far. A turn is a batch, from taking it to asking for the next one."""
+    """What a mailbox's reader has done so far.
+
+    A turn is a batch, or a wait that ended without one: from there to asking for the next.
+    """
 
     __slots__ = ("handler_s", "num_messages", "num_restarts", "num_turns")
 

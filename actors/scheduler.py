@@ -27,7 +27,7 @@ from ..protocol.messages import (
     StepDone,
     TokensSampled,
 )
-from .accounts import Accounts, line_of
+from .accounts import Accounts, line_of, rounded
 from .mailbox import Mailbox
 from .observing.logs import logger
 from .observing.recorder import Recorder
@@ -227,12 +227,8 @@ class Scheduler:
         fields["request_id"] = show_request_id(report.request_id)
         match report:
             case Preempted():
-                self._log.info("scheduler.preempted", **{key: _rounded(value) for key, value in fields.items()})
+                self._log.info("scheduler.preempted", **rounded(fields))
             case HostHit():
-                self._log.info("scheduler.host_hit", **{key: _rounded(value) for key, value in fields.items()})
+                self._log.info("scheduler.host_hit", **rounded(fields))
             case Paused():
                 self._log.info("scheduler.paused", **fields)
-
-
-def _rounded(value: object) -> object:
-    return round(value, 6) if isinstance(value, float) else value

@@ -24,7 +24,7 @@ MOST_ACTORS = 8
 
 
 class ActorLoad(Columns, frozen=True):
-    """An actor's inbox and how much it has done. A turn is one batch of messages, from taking it to asking for the next.
+    """An actor's inbox and how much it has done. A turn is a batch, or a wait that ended without: from there to the next.
 
     `handler_s` is time on the clock, waits for room in other inboxes included. `process` says which one it lives in.
     """

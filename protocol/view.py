@@ -47,7 +47,6 @@ class CompanyView(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     running_limit: int
     stats: EngineStats
-    num_prompt_tokens: int
     num_prefill_tokens: int
     num_generated_tokens: int
     step_s: float

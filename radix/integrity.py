@@ -22,7 +22,7 @@ def problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Holding], num
     return [
         *pool.problems(private, in_tree),
         *(fault for node in nodes for fault in _node_problems(tree, node)),
-        *(fault for node in [*nodes, *_roots(tree)] for fault in _children_problems(tree, node)),
+        *(fault for node in [*nodes, *tree.roots()] for fault in _children_problems(tree, node)),
         *_lock_problems(tree, nodes, holdings),
         *(host_problems(tree, tree.host, nodes) if tree.host is not None else ()),
         *_ring_problems(tree, nodes),
@@ -93,7 +93,7 @@ def _lock_problems(tree: PrefixTree, nodes: list[Node], holdings: Sequence[Holdi
             node = node.parent
     return [
         f"{_name(node)}: {node.locks} locks, {held[id(node)]} holders"
-        for node in [*nodes, *_roots(tree)]
+        for node in [*nodes, *tree.roots()]
         if node.locks != held[id(node)]
     ]
 
@@ -160,10 +160,6 @@ def _promise_problems(pool: BlockPool, tree: PrefixTree, holdings: Sequence[Hold
     if promised > pool.num_free + tree.num_evictable:
         found.append(f"{promised} blocks promised, {pool.num_free} free and {tree.num_evictable} evictable")
     return found
-
-
-def _roots(tree: PrefixTree) -> list[Node]:
-    return [root for name in tree.namespaces() if (root := tree.peek(name)) is not None]
 
 
 def _name(node: Node) -> str:

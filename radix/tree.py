@@ -335,7 +335,7 @@ class PrefixTree(Lookup):
         del parent.order[bisect_left(parent.order, first)]
         node.parent = None
         if self.watcher is not None:
-            self.watcher.on_disowned(node, parent)
+            self.watcher.on_disowned(node)
         if parent.parent is None:
             self._forget_idle(parent)
 

@@ -22,6 +22,6 @@ class TreeWatcher(Protocol):
         """`node` ends sooner than it did, and nothing hangs below it."""
         ...
 
-    def on_disowned(self, node: Node, parent: Node) -> None:
-        """`node` hung below the end of `parent` and is in no tree any more."""
+    def on_disowned(self, node: Node) -> None:
+        """`node`, which hung below the end of another, is in no tree any more."""
         ...

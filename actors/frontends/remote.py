@@ -34,7 +34,7 @@ from ...protocol.link import (
 )
 from ...protocol.metrics import CoreMetrics
 from ...protocol.outputs import EngineStats
-from ..core_half import SETTLE_POLL_S, left_over, mailbox_bound
+from ..core_half import SETTLE_POLL_S, left_over, mailbox_bound, settled
 from ..frontend_half import FrontendHalf
 from ..links.controls import SETTLE_S
 from ..links.frontend_link import ANSWER_S, FrontendLink
@@ -236,7 +236,7 @@ class RemoteEngine(EngineFace):
         """
         half, link = self._connection()
         if not len(half.dispatcher):
-            await _settle(half, SETTLE_S)
+            await settled(half, lambda: half.is_deserted, SETTLE_S)
         answer = await link.ask(AuditAsked)
         assert isinstance(answer, AuditAnswer)
         return answer.problems + ([] if len(half.dispatcher) else left_over(half.tables()))
@@ -262,15 +262,8 @@ class RemoteEngine(EngineFace):
         limit_s = None if timeout_s is None else timeout_s + ANSWER_S
         answer = await link.ask(lambda number: DrainAsked(number, timeout_s), timeout_s=limit_s)
         assert isinstance(answer, Done)
-        settled = await _settle(half, max(0.0, until - time.monotonic()))
-        return answer.ok and settled
-
-
-async def _settle(half: FrontendHalf, timeout_s: float) -> bool:
-    with anyio.move_on_after(timeout_s):
-        while not (half.is_idle or half.is_deserted):  # noqa: ASYNC110 - idleness is a fact about tables, not an event
-            await anyio.sleep(SETTLE_POLL_S)
-    return half.is_idle
+        is_idle = await settled(half, lambda: half.is_deserted, max(0.0, until - time.monotonic()))
+        return answer.ok and is_idle
 
 
 async def _closed(link: FrontendLink) -> None:

@@ -5,7 +5,7 @@ that is renamed or removed is a breaking change. Besides its own fields every li
 `level`, `timestamp` (ISO 8601, UTC) and `monotonic_s` (seconds, for differences within one
 process), `actor` where an actor speaks, and `exception` where one is logged.
 
-One line per request at its end (`request.finished`), one per scheduler step at debug level only,
+One line per request at its end (`request.finished`), two per scheduler step at debug level only,
 none per token.
 """
 

@@ -126,7 +126,7 @@ LINES: tuple[Line, ...] = (
          lambda m: [((actor.name, actor.process), actor.depth) for actor in m.actors]),
     Line("counter", "actor_messages", "Messages handled.", _ACTOR,
          lambda m: [((actor.name, actor.process), actor.num_messages) for actor in m.actors]),
-    Line("counter", "actor_turns", "Batches of messages handled.", _ACTOR,
+    Line("counter", "actor_turns", "Batches of messages handled, and waits that ended without one.", _ACTOR,
          lambda m: [((actor.name, actor.process), actor.num_turns) for actor in m.actors]),
     Line("counter", "actor_handler_seconds", "Time on the clock spent on them, waits for full inboxes included.", _ACTOR,
          lambda m: [((actor.name, actor.process), actor.handler_s) for actor in m.actors]),

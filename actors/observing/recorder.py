@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ...protocol import trace
 from ...protocol.config import SECRETS, EngineConfig, shown
@@ -41,8 +42,8 @@ from .logs import logger
 from .trace_file import TraceFile
 from .trace_lines import Answered, Came, Entry, Happened, Over, TraceLines, seen
 
-FromFrontend = Admit | Abort | Credit | Resend | Closed | FrontendLost
-Message = FromFrontend | StepDone | CopyDone | DeviceShared | DeviceLost | DeviceReady
+if TYPE_CHECKING:
+    from ..scheduler import SchedulerInbox
 
 
 class Recorder:
@@ -79,7 +80,7 @@ class Recorder:
 
     # ---- what enters ----------------------------------------------------------------------------
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: SchedulerInbox, now: float) -> None:
         """`message` has been handled with this reading of the clock."""
         match message:
             case StepDone():

@@ -203,6 +203,7 @@ class SchedulerCore:
 
     def on_frontend_lost(self, message: FrontendLost, now: float) -> None:
         """Nobody reads these requests any more: they end, and what was kept in case it is asked for again goes."""
+        self.stalls.at(now)
         for request in self.table.made_by(message.incarnation):
             self._end(request, "abort", now)
         self.telling.histories.close_all(message.incarnation)
@@ -344,7 +345,7 @@ class SchedulerCore:
         for seq, samples in zip(draft.rows, draft.samples, strict=True):
             seq.in_flight -= samples
         self._fail_rows(draft, message, now)
-        self.telling.counts.on_answer(draft, message.seconds, draft.predicted_s, now)
+        self.telling.counts.on_answer(draft, message.seconds, now)
         sampled = self._take_in(message, now)
         self.telling.counts.on_step(len(sampled.token_ids), now)
         self.telling.say(sampled, now)

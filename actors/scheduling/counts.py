@@ -2,9 +2,13 @@
 
     on_admitted      the first time that a sequence has what it needs to run: prompt tokens are counted here, and only here
     on_resumed       each time after that
-    on_first_token   of a request
-    on_step          a step's tokens, rows and duration
+    on_preempted     it gave its blocks up
+    on_first_token   of a sequence
+    on_answer        a step has ended: its rows and its duration
+    on_step          its tokens, as many as somebody wants
+    on_copy_done     a copy between the tiers
     on_finished      the account of a request
+    on_refused       there is none
 
 All rows of a step that decode got their last token from the step before: they share one gap, and the histogram of
 inter-token latencies takes it once, weighted by their number. Rows that come back (after a preemption, say) have gaps
@@ -159,7 +163,7 @@ class Counts:
     # ---- the device -----------------------------------------------------------------------------
 
     @_harmless
-    def on_answer(self, draft: Draft, seconds: float, predicted_s: float | None, now: float) -> None:
+    def on_answer(self, draft: Draft, seconds: float, now: float) -> None:
         """A step has ended; its tokens are not taken in yet."""
         self._first_tokens = 0
         self._num_returned = 0
@@ -173,9 +177,9 @@ class Counts:
                 add(now - seq.last_token_s)
         self.num_prefill_tokens += draft.num_prefill_tokens
         self.step_s += seconds
-        self.histograms["iteration_tokens_total"].add(sum(draft.num_tokens))
+        self.histograms["iteration_tokens_total"].add(draft.num_decodes + draft.num_prefill_tokens)
         self.histograms["step_time_seconds"].add(seconds)
-        self._add("step_time_predicted_seconds", predicted_s)
+        self._add("step_time_predicted_seconds", draft.predicted_s)
 
     @_harmless
     def on_step(self, num_tokens: int, now: float) -> None:

@@ -116,11 +116,6 @@ class Traveller:
         if self.stage == "prefill":
             self.enter("decode")
 
-    @property
-    def since_s(self) -> float:
-        """When its present leg began."""
-        return self._since_s
-
     def ends(self) -> Journey:
         """All legs up to now."""
         self._end_leg()

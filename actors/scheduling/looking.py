@@ -15,7 +15,6 @@ from ...protocol.view import MOST_PREFIXES, MOST_SLOWEST, CompanyView, SharedPre
 from ...radix.node import Node
 from ...radix.tree import PrefixTree
 from .request import Request
-from .sequence import Sequence, State
 
 if TYPE_CHECKING:
     from .core import SchedulerCore
@@ -24,13 +23,7 @@ MOST_NODES = 2000
 MOST_LABEL = 80
 """Characters of a label that are shown."""
 
-_STAGES: dict[State, Stage] = {
-    State.WAITING: "queue",
-    State.PREEMPTED: "preempted",
-    State.PAUSED: "paused",
-    State.FETCHING: "fetch",
-    State.FINISHED: "detokenise",
-}
+_FURTHEST_FIRST: tuple[Stage, ...] = ("decode", "prefill", "fetch", "restart", "preempted", "paused", "blocks", "queue")
 
 
 def metrics_of(core: SchedulerCore, actors: list[ActorLoad], *, num_frontends: int) -> CoreMetrics:
@@ -71,7 +64,6 @@ def view_of(core: SchedulerCore, now: float, actors: list[ActorLoad], *, num_fro
         block_size=core.capacity.block_size,
         running_limit=core.config.running_limit,
         stats=core.stats(),
-        num_prompt_tokens=counts.num_prompt_tokens,
         num_prefill_tokens=counts.num_prefill_tokens,
         num_generated_tokens=counts.num_generated_tokens,
         step_s=counts.step_s,
@@ -99,34 +91,24 @@ def _credits(core: SchedulerCore) -> int:
 def slowest_requests(core: SchedulerCore, now: float, most: int) -> list[SlowRequest]:
     """Those that have been here for the longest."""
     oldest = nsmallest(most, core.table.requests(), key=lambda request: request.admit.arrival_s)
-    return [_shown(core, request, now) for request in oldest]
+    return [_shown(request, now) for request in oldest]
 
 
-def _shown(core: SchedulerCore, request: Request, now: float) -> SlowRequest:
+def _shown(request: Request, now: float) -> SlowRequest:
     admit = request.admit
     return SlowRequest(
         admit.request_id,
         admit.label[:MOST_LABEL],
         max(0.0, now - admit.arrival_s),
-        _stage(core, request),
+        _stage(request),
         len(admit.token_ids),
         sum(seq.num_output_tokens for seq in request.sequences),
     )
 
 
-def _stage(core: SchedulerCore, request: Request) -> Stage:
+def _stage(request: Request) -> Stage:
     """Of a request with several sequences: the stage of the one that is furthest."""
-    stages = [_stage_of(core, seq) for seq in request.live()]
-    order: tuple[Stage, ...] = ("decode", "prefill", "fetch", "restart", "preempted", "paused", "queue")
-    return min(stages, key=order.index, default="detokenise")
-
-
-def _stage_of(core: SchedulerCore, seq: Sequence) -> Stage:
-    if seq.state is State.RUNNING:
-        return "prefill" if seq.is_prefilling else "decode"
-    if seq.state is State.PREEMPTED and not core.device_is_ready:
-        return "restart"
-    return _STAGES[seq.state]
+    return min((seq.traveller.stage for seq in request.live()), key=_FURTHEST_FIRST.index)
 
 
 # ---- what they share ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from ...protocol.ids import SequenceId
 from .policies import ChoosesNext
-from .sequence import Sequence, State
+from .sequence import Sequence, State, first_by_rank
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:
@@ -124,12 +124,7 @@ class Queues:
 
     def first_by_rank(self) -> Sequence | None:
         """Of the higher class first, within a class the preempted before the waiting."""
-        if not self.recovery:
-            return self.waiting[0] if self.waiting else None
-        if not self.waiting:
-            return self.recovery[0]
-        preempted, waiting = self.recovery[0], self.waiting[0]
-        return waiting if waiting.rank[0] < preempted.rank[0] else preempted
+        return first_by_rank(self.waiting, self.recovery)
 
     def later_than(self, seq: Sequence) -> Iterator[Sequence]:
         """Running sequences after `seq` in order, the last first."""

@@ -64,7 +64,6 @@ class Finished(msgspec.Struct, frozen=True):
     problem: Problem | None = None
     num_sequences: int = 1
     arrival_s: float = 0.0
-    trace_context: dict[str, str] | None = None
     journey: Journey | None = None
     """Of the sequence that was under way for the longest, up to the scheduler's end of it."""
 
@@ -92,7 +91,6 @@ class Finished(msgspec.Struct, frozen=True):
             problem=problem,
             num_sequences=len(sequences),
             arrival_s=admit.arrival_s,
-            trace_context=admit.trace_context,
             journey=max((seq.journey for seq in sequences if seq.journey is not None), key=_total_s, default=None),
         )
 

@@ -11,6 +11,7 @@ device: `in_flight` tokens are being sampled by steps that have not answered yet
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Items
 from enum import Enum
 
 from ...protocol.ids import RequestId, SequenceId, StepId
@@ -232,3 +233,10 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated and known."""
         return len(self.log) - self.num_prompt_tokens
+
+
+def first_by_rank(waiting: Items[Sequence], recovery: Items[Sequence]) -> Sequence | None:
+    """Of two lists in order of rank the first: of the higher class, within a class the preempted before the waiting."""
+    if not waiting or not recovery:
+        return (recovery or waiting or (None,))[0]
+    return waiting[0] if waiting[0].rank[0] < recovery[0].rank[0] else recovery[0]

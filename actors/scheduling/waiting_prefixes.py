@@ -277,7 +277,7 @@ class WaitingPrefixes:
         """Whoever was farther is at the end now."""
         self._retreat(node, node.end)
 
-    def on_disowned(self, node: Node, parent: Node) -> None:
+    def on_disowned(self, node: Node) -> None:
         """Whoever was there is at the parent's end now."""
         self._retreat(node, 0)
 

@@ -42,7 +42,6 @@ VIEW = CompanyView(
     block_size=16,
     running_limit=8,
     stats=STATS,
-    num_prompt_tokens=5000,
     num_prefill_tokens=4000,
     num_generated_tokens=7000,
     step_s=1.0,

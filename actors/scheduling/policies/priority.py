@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from ....protocol.messages import Admit
 from ..ageing import Ageing
-from ..sequence import Sequence
+from ..sequence import Sequence, first_by_rank
 
 AGED = -(1 << 63)
 """The class of one that has aged: above every priority, which has 32 bits."""
@@ -49,6 +49,4 @@ class Policy:
         due = self._ageing.due()
         if due is not None:
             return due
-        if not waiting or not recovery:
-            return (recovery or waiting or (None,))[0]
-        return waiting[0] if waiting[0].rank[0] < recovery[0].rank[0] else recovery[0]
+        return first_by_rank(waiting, recovery)
