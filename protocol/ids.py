@@ -59,3 +59,9 @@ def incarnation_of(request_id: RequestId) -> int:
 def show_request_id(request_id: RequestId) -> str:
     """The id as logs print it: incarnation in hex, a dash, the counter."""
     return f"{request_id >> _COUNTER_BITS:08x}-{request_id & ((1 << _COUNTER_BITS) - 1)}"
+
+
+def parse_request_id(shown: str) -> RequestId:
+    """The id that `show_request_id` printed. Raises `ValueError` where it is none."""
+    incarnation, _, counter = shown.partition("-")
+    return RequestId(int(incarnation, 16) << _COUNTER_BITS | int(counter))

@@ -43,16 +43,15 @@ def events(run: Run) -> list[Event]:
     for number, request in enumerate(run.requests, start=1):
         timed += _request(request, number, names)
     timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
-    return [*_names(run), *timed]
+    return [*_names(run, names), *timed]
 
 
-def _names(run: Run) -> Iterator[Event]:
+def _names(run: Run, names: Mapping[RequestId, str]) -> Iterator[Event]:
     yield _name("process_name", ENGINE, 0, f"engine: {run.device or run.name}")
     yield _name("process_name", REQUESTS, 0, "requests")
     for track, words_of in ((STEPS, "steps"), (LANE_OUT, "lane out (device to host)"), (LANE_IN, "lane in (host to device)")):
         yield _name("thread_name", ENGINE, track, words_of)
         yield _sorted(ENGINE, track)
-    names = run.names()
     for number, request in enumerate(run.requests, start=1):
         yield _name("thread_name", REQUESTS, number, names[request.request_id])
         yield _sorted(REQUESTS, number)

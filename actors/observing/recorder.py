@@ -1,7 +1,8 @@
 """The recorder: everything that enters the scheduler's core and everything that leaves it, as a trace (`trace_file`).
 
 It stands beside the Scheduler and is told of each message after it was handled, of each plan, and of what came of both.
-Here only references are kept; lines are made on the trace's own thread (`trace_lines.py`, `trace_file.py`).
+On the scheduler's thread, here, small records are made. What grows with tokens is only referred to, and made on the trace's
+own thread (`trace_lines.py`), where everything is encoded and written (`trace_file.py`).
 """
 
 from __future__ import annotations

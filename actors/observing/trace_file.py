@@ -1,8 +1,9 @@
 """The file behind a trace: lines are encoded and written by a thread, a moment after they were handed over.
 
-The scheduler pays for putting a reference on a list, no more. What the thread has written is in the operating system's
-hands, so a process that dies loses the last `FLUSH_S` seconds. The backlog is bounded: a disk that does not follow ends
-the trace, with a line that says so, and never the engine.
+The scheduler pays for the entry that it hands over, a small one (`recorder.py`), and for putting it on a list: records that
+grow with tokens are made on the thread too. What the thread has written is in the operating system's hands, so a process
+that dies loses the last `FLUSH_S` seconds. The backlog is bounded: a disk that does not follow ends the trace, with a line
+that says so, and never the engine.
 """
 
 from __future__ import annotations

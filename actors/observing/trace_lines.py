@@ -45,8 +45,11 @@ class Counts(NamedTuple):
     num_host_used: int
 
 
+_NOT_COUNTED = Counts(0, 0, 0, 0, 0, 0, 0)
+
+
 class Sent(NamedTuple):
-    """A plan: its step with the copies before and after it, or nothing."""
+    """A plan: its step with the copies before and after it; or nothing, and then nothing is counted."""
 
     at: float
     plan_s: float
@@ -59,6 +62,9 @@ class Sent(NamedTuple):
 
 def seen(core: SchedulerCore, at: float, step: RunStep | None, copies: Iterable[CopyBlocks], plan_s: float) -> Sent:
     """What `core` has just planned."""
+    told = [(copy, core.predicted_copy_s(copy)) for copy in copies]
+    if step is None:
+        return Sent(at, plan_s, None, _NOTHING, None, told, _NOT_COUNTED)
     queues, cache = core.queues, core.cache
     counts = Counts(
         len(queues.running),
@@ -69,8 +75,7 @@ def seen(core: SchedulerCore, at: float, step: RunStep | None, copies: Iterable[
         cache.tree.num_evicted,
         0 if cache.host is None else cache.host.pool.num_blocks - cache.host.pool.num_free,
     )
-    load, predicted_s = (_NOTHING, None) if step is None else (core.load_of(step), core.predicted_s(step))
-    return Sent(at, plan_s, step, load, predicted_s, [(copy, core.predicted_copy_s(copy)) for copy in copies], counts)
+    return Sent(at, plan_s, step, core.load_of(step), core.predicted_s(step), told, counts)
 
 
 class Over(NamedTuple):

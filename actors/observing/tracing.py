@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import msgspec
 from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -36,27 +37,16 @@ def wall_ns(monotonic_s: float) -> int:
     return _OFFSET_NS + round(monotonic_s * 1e9)
 
 
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a request ended, as far as its trace wants to know."""
 
-    def __init__(
-        self,
-        *,
-        finish_reasons: list[str],
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        num_cached_tokens: int = 0,
-        metrics: Metrics | None = None,
-        journey: Journey | None = None,
-        problem: Problem | None = None,
-    ) -> None:
-        self.finish_reasons = finish_reasons
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_output_tokens = num_output_tokens
-        self.num_cached_tokens = num_cached_tokens
-        self.metrics = metrics
-        self.journey = journey
-        self.problem = problem
+    finish_reasons: list[str]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    metrics: Metrics | None = None
+    journey: Journey | None = None
+    problem: Problem | None = None
 
 
 class RequestTrace:

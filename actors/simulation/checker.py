@@ -84,7 +84,7 @@ class Checker:
 
     # ---- what the scheduler hears ---------------------------------------------------------------
 
-    def hears(self, message: object, now: float) -> None:
+    def hears(self, message: object) -> None:
         """A message is about to be handled."""
         answers = self.answers
         match message:

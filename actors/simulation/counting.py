@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from ...gpu.executor import Watch
 from ...protocol.capacity import Capacity
 from ...protocol.ids import SequenceId
-from ...protocol.messages import CopyBlocks, CopyDone, PromptPart, RunStep, StepDone, TokenLogprobs
+from ...protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
+from .prompt_parts import prompt_parts
 from .workload import Job, output_tokens
-
-NOT_SAID = TokenLogprobs([], [], 0)
 
 
 class CountingExecutor:
@@ -46,14 +45,8 @@ class CountingExecutor:
                 self._asking[row.seq_id] = row.num_prompt_tokens
         seq_ids = [seq_id for seq_id, samples in zip(step.seq_ids, step.samples, strict=True) if samples]
         token_ids = [next(sequences[seq_id], 0) for seq_id in seq_ids]  # 0: surplus, after its end
-        prompts = list(self._prompt_parts(step)) if self._asking else []
+        prompts = list(prompt_parts(step, lambda seq_id: self._asking.get(seq_id, 0))) if self._asking else []
         return StepDone(step.epoch, step.step_id, seq_ids, token_ids, 0.0, num_sequences=len(sequences), prompts=prompts)
-
-    def _prompt_parts(self, step: RunStep) -> Iterator[PromptPart]:
-        for seq_id, start, count in zip(step.seq_ids, step.starts, step.num_tokens, strict=True):
-            num_entries = min(start + count, self._asking.get(seq_id, 0) - 1) - start
-            if num_entries > 0:
-                yield PromptPart(seq_id, start + 1, [NOT_SAID] * num_entries)
 
     def copy_blocks(self, copy: CopyBlocks) -> CopyDone:
         """Every copy goes well."""

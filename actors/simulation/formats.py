@@ -27,10 +27,9 @@ import msgspec
 
 from ...protocol.errors import ValidationError, shorten
 from ...protocol.trace_reading import is_trace
-from .workload import Job, Output, Tokens, run_of
+from .workload import MOST_TOKENS, Job, Output, Tokens, tokens_of
 
 MOONCAKE_BLOCK = 512
-_MOST_TOKENS = 2**30
 
 
 class Loaded(NamedTuple):
@@ -119,21 +118,16 @@ class _Own:
         self._next = first
 
     def take(self, count: int) -> int:
-        """The first of `count` such tokens; they come round again after 2**30."""
+        """The first of `count` such tokens; they come round again after `MOST_TOKENS`."""
         start = self._next
-        self._next = (self._next + count) % _MOST_TOKENS
-        return start % (_MOST_TOKENS - count)
+        self._next = (self._next + count) % MOST_TOKENS
+        return start % (MOST_TOKENS - count)
 
 
 def _prompt(blocks: Sequence[int], length: int, own: int) -> Tokens:
-    tokens = array("i")
-    for block in blocks:
-        start = block * MOONCAKE_BLOCK % (_MOST_TOKENS - MOONCAKE_BLOCK)
-        tokens.frombytes(run_of(start, MOONCAKE_BLOCK))
-    missing = length - len(tokens)
-    if missing > 0:
-        tokens.frombytes(run_of(own, missing))
-    return tokens[:length]
+    named = [(block * MOONCAKE_BLOCK % (MOST_TOKENS - MOONCAKE_BLOCK), MOONCAKE_BLOCK) for block in blocks]
+    missing = max(0, length - len(blocks) * MOONCAKE_BLOCK)
+    return tokens_of([*named, (own, missing)])[:length]
 
 
 # ---- the formats ----------------------------------------------------------------------------------
@@ -216,8 +210,8 @@ def _number(path: Path, number: int, row: Mapping[str, str], name: str) -> float
 
 
 def _check(path: Path, number: int, name: str, value: float) -> None:
-    if not 0 <= value < _MOST_TOKENS:
-        raise _wrong(path, number, f"{name}: {value} is not allowed; expected a number from 0 to {_MOST_TOKENS - 1}")
+    if not 0 <= value < MOST_TOKENS:
+        raise _wrong(path, number, f"{name}: {value} is not allowed; expected a number from 0 to {MOST_TOKENS - 1}")
 
 
 def _wrong(path: Path, number: int, what: str) -> ValidationError:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import random
-from array import array
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
-from .workload import Job, Output, Tokens, run_of
+from .workload import MOST_TOKENS, Job, Output, tokens_of
 
 SPREAD = 0.6
 MOST_TIMES = 8
@@ -55,17 +54,9 @@ class Segments:
         """A segment of tokens that no other has."""
         start = self._next
         self._next += length
-        if self._next >= 2**30:
+        if self._next >= MOST_TOKENS:
             raise OverflowError("a generated workload may have 2**30 different tokens at most")
         return start, length
-
-
-def tokens_of(segments: Sequence[Segment]) -> Tokens:
-    """The tokens of these segments, one after the other."""
-    tokens = array("i")
-    for start, length in segments:
-        tokens.frombytes(run_of(start, length))
-    return tokens
 
 
 def poisson(shape: Shape) -> list[Job]:

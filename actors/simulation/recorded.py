@@ -124,7 +124,7 @@ def _measured(
             step.num_running,
             step.num_waiting + step.num_preempted,
             step.load[0],
-            sum(1 for _ in step.decodes),
+            len(step.decodes),
         )
         for step in steps
         if step.load[2]

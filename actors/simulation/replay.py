@@ -12,7 +12,7 @@ names behind, and gets tokens like nobody else's: near such an end a replay may 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ...protocol import trace
@@ -32,19 +32,17 @@ from ...protocol.messages import (
     FrontendLost,
     PromptPart,
     Resend,
-    RunStep,
     StepDone,
-    TokenLogprobs,
 )
 from ...protocol.sampling import SamplingParams
 from ...protocol.trace_reading import Trace
 from ..observing.trace_lines import Happened, TraceLines, seen
 from ..scheduling.core import SchedulerCore
 from .contents import BlockContents
+from .prompt_parts import prompt_parts
 
 _FIRST_STRANGER = 1 << 24
 """Stand-ins made from names are below this."""
-NOT_RECORDED = TokenLogprobs([], [], 0)
 _NOT_DECIDED = frozenset({"at", "plan_s"})
 
 
@@ -89,7 +87,6 @@ class Replay:
         self._records = recorded.records
         self._lines = TraceLines(began.capacity.block_size, None)
         self._size = began.capacity.block_size
-        self._has_content = began.content
         named = (record for record in self._records if isinstance(record, trace.Named))
         self._contents = BlockContents(named, self._size)
         self._ends = {(record.request_id, record.index): record for record in self._records if isinstance(record, trace.Ended)}
@@ -125,7 +122,7 @@ class Replay:
         step = core.plan(recorded.at)
         before, after = core.take_copies()
         sent = seen(core, recorded.at, step, [*before, *after], recorded.plan_s)
-        replayed = next(iter(list(self._lines.records(sent))))
+        replayed, *_ = self._lines.records(sent)
         assert isinstance(replayed, trace.Planned)
         if step is None:
             for report in core.take_reports():
@@ -136,7 +133,7 @@ class Replay:
             self._samplers[step.epoch, step.step_id] = [
                 seq_id for seq_id, samples in zip(step.seq_ids, step.samples, strict=True) if samples
             ]
-            self._prompts[step.epoch, step.step_id] = list(self._prompt_parts(step))
+            self._prompts[step.epoch, step.step_id] = list(prompt_parts(step, self._num_asked))
             core.pacer.on_planned(recorded.plan_s)
         fields = [
             (name, getattr(recorded, name), getattr(replayed, name))
@@ -221,13 +218,9 @@ class Replay:
         )
         self.core.on_step_done(done, record.at)
 
-    def _prompt_parts(self, step: RunStep) -> Iterator[PromptPart]:
-        """What the device said of prompts: how much of it is all that a decision depends on."""
-        for seq_id, start, count in zip(step.seq_ids, step.starts, step.num_tokens, strict=True):
-            seq = self.core.table.sequences[seq_id]
-            num_entries = min(start + count, seq.num_prompt_tokens - 1) - start
-            if seq.prompt_logprobs is not None and num_entries > 0:
-                yield PromptPart(seq_id, start + 1, [NOT_RECORDED] * num_entries)
+    def _num_asked(self, seq_id: SequenceId) -> int:
+        seq = self.core.table.sequences[seq_id]
+        return 0 if seq.prompt_logprobs is None else seq.num_prompt_tokens
 
     # ---- tokens -----------------------------------------------------------------------------------
 

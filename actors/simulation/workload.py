@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import msgspec
@@ -14,8 +14,8 @@ from ...protocol.sampling import SamplingParams
 
 STOP = 2**31 - 1
 """The token by which an output ends before its `max_tokens`. No other token is this one."""
-_FIRST_OUTPUT = 2**30
-"""Tokens of outputs that are like nobody else's are from here on."""
+MOST_TOKENS = 2**30
+"""Tokens of prompts are below this; those of outputs that are like nobody else's are from here on."""
 
 Tokens = Sequence[int]
 
@@ -28,7 +28,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A request. `prompt` makes its tokens, below 2**30, only when it comes: traces may hold many millions."""
+    """A request. `prompt` makes its tokens, below `MOST_TOKENS`, only when it comes: traces may hold many millions."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -79,14 +79,17 @@ def output_tokens(job: Job, seed: int, index: int, start: int) -> Iterator[int]:
     if output.tokens is not None:
         yield from output.tokens[start : output.length - ends_early]
     else:
-        first = _FIRST_OUTPUT + (seed * 7919 + index * 104_729) % (_FIRST_OUTPUT - output.length - 1)
+        first = MOST_TOKENS + (seed * 7919 + index * 104_729) % (MOST_TOKENS - output.length - 1)
         yield from range(first + start, first + output.length - ends_early)
     if ends_early:
         yield STOP
 
 
-def run_of(start: int, count: int) -> bytes:
-    """`count` tokens that count upwards from `start`, as int32."""
+def tokens_of(runs: Iterable[tuple[int, int]]) -> array[int]:
+    """Runs of (first token, length), one after the other: the tokens of each count upwards. As int32."""
     import numpy as np  # not at the top: what shows the help needs none
 
-    return np.arange(start, start + count, dtype=np.int32).tobytes()
+    tokens = array("i")
+    for start, length in runs:
+        tokens.frombytes(np.arange(start, start + length, dtype=np.int32).tobytes())
+    return tokens

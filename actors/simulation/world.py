@@ -153,7 +153,7 @@ class World(VirtualRun):
 
     def _handle(self, message: ToScheduler) -> None:
         self._note("hears", message)
-        self.checker.hears(message, self.now)
+        self.checker.hears(message)
         match message:
             case StepDone():
                 self.core.on_step_done(message, self.now)

@@ -271,5 +271,6 @@ def test_durations_have_three_digits_and_a_unit():
         0.9999: "1.00 s",
         123.4: "123 s",
         900: "15.0 min",
+        9000: "150 min",
     }
     assert {seconds: words.duration(seconds) for seconds in values} == values

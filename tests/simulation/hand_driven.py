@@ -92,7 +92,7 @@ class HandDriven:
 
     def hear(self, message: object) -> None:
         """The scheduler handles a message."""
-        self.checker.hears(message, self.now)
+        self.checker.hears(message)
         core = self.core
         match message:
             case Admit():

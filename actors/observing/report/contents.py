@@ -44,7 +44,6 @@ def contents(run: Run, *, most_steps: int = MOST_STEPS, most_requests: int = MOS
     index = {request.request_id: number for number, request in enumerate(requests)}
     return {
         "name": run.name,
-        "source": run.source,
         "engine": run.engine,
         "device": run.device,
         "wall_s": run.wall_s,

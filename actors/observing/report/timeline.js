@@ -60,10 +60,8 @@ class Timeline {
       rows.push(["tokens", HEIGHTS.tokens, "tokens a step"]);
       rows.push(["memory", HEIGHTS.memory, "KV, device"]);
       if (run.num_host_blocks && hasHost) rows.push(["host", HEIGHTS.host, "KV, host"]);
-      rows.push(["queue", HEIGHTS.queue, "requests"]);
-    } else {
-      rows.push(["queue", HEIGHTS.queue, "requests"]);
     }
+    rows.push(["queue", HEIGHTS.queue, "requests"]);
     return rows;
   }
 

@@ -2,7 +2,6 @@
 
 function showRequest(request, choose) {
   const way = $("way");
-  $("request-title").textContent = "Why was this request slow?";
   const first = request.ttft === null ? "" : `, first token after ${duration(request.ttft)}`;
   const ended = { unknown: "its end was not recorded", refused: "refused" }[request.reason] ?? `ended by ${request.reason}`;
   const again = request.preemptions ? `, ${count(request.preemptions, "preemption")}` : "";

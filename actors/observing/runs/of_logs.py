@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 
 from ....protocol.errors import ValidationError
-from ....protocol.ids import RequestId
+from ....protocol.ids import RequestId, parse_request_id
 from ....protocol.journey import Journey, Leg, Stage
 from ....protocol.sampling import FinishReason
 from . import words
 from .run import Incident, Mark, RequestSeen, Run
 
-_COUNTER_BITS = 32
 ROUNDING_S = 1e-5
 """Seconds in logs are rounded to less than this."""
 
@@ -58,7 +57,6 @@ class _Finished(_OfRequest, kw_only=True):
 
 class _Refused(_OfRequest, kw_only=True):
     label: str = ""
-    reason: str = ""
 
 
 class _Preempted(_OfRequest, kw_only=True):
@@ -251,10 +249,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 def _id_of(shown: str | int) -> RequestId:
     """The id that a line names. Raises `ValueError` where it is none."""
-    if isinstance(shown, int):
-        return RequestId(shown)
-    high, _, low = shown.partition("-")
-    return RequestId(int(high, 16) << _COUNTER_BITS | int(low))
+    return RequestId(shown) if isinstance(shown, int) else parse_request_id(shown)
 
 
 def _three_legs(event: _Finished) -> list[Leg]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ....protocol import trace
 from ....protocol.ids import RequestId
+from ....protocol.journey import Journey
 from ....protocol.trace_reading import open_trace
 from . import words
 from .derived import JourneySoFar
@@ -124,7 +125,7 @@ class _Reading:
             request_id=RequestId(record.request_id),
             label=record.label,
             arrival_s=record.arrival_s - self._began_s,
-            journey=JourneySoFar(record.arrival_s).until(record.at),
+            journey=Journey([]),  # until it is over, or all that was read
             is_derived=True,
             num_prompt_tokens=record.num_prompt_tokens,
         )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ....protocol.ids import RequestId, show_request_id
+from ....protocol.ids import RequestId, incarnation_of, show_request_id
 from ....protocol.journey import Journey, Stage
 from ....protocol.messages import CopyDirection
 from ....protocol.sampling import FinishReason
@@ -140,7 +140,7 @@ class Run(msgspec.Struct, kw_only=True):
 
         Where several would be called alike, their ids are added.
         """
-        is_alone = len({request.shown_id.partition("-")[0] for request in self.requests}) == 1
+        is_alone = len({incarnation_of(request.request_id) for request in self.requests}) == 1
         found = {request.request_id: request.label for request in self.requests}
         for request in self.requests:
             if request.label in ("", request.shown_id):

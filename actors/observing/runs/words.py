@@ -47,17 +47,18 @@ def duration(seconds: float) -> str:
     """Three digits with the unit a person would use."""
     if not seconds:
         return "0"
-    for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (600.0, 1.0, "s")):
-        if abs(seconds) < limit:
-            value = seconds * factor
-            return (
-                f"{value:.2f} {unit}"
-                if abs(value) < 10
-                else f"{value:.1f} {unit}"
-                if abs(value) < 100
-                else f"{value:.0f} {unit}"
-            )
-    return f"{seconds / 60:.1f} min"
+    size = abs(seconds)
+    value, unit = (
+        (seconds * 1e6, "us")
+        if size < 0.9995e-3
+        else (seconds * 1e3, "ms")
+        if size < 0.9995
+        else (seconds, "s")
+        if size < 600
+        else (seconds / 60, "min")
+    )
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f} {unit}"
 
 
 def moment(run: Run, at_s: float) -> str:

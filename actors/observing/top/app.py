@@ -28,6 +28,9 @@ Source = Callable[[Show], Awaitable[None]]
 HISTORY = 120
 """Views that the sparklines remember."""
 
+_TRENDS = {"output": "tokens generated /s", "input": "prompt tokens computed /s"}
+"""Titles of the sparklines."""
+
 
 class Panel(Static):
     """A titled part of the screen."""
@@ -76,7 +79,7 @@ class Top(App[None]):
         """The panels, from top to bottom."""
         yield Static("looking for the core ...", id="headline")
         with Horizontal(id="trends"):
-            for name, title in (("output", "tokens generated /s"), ("input", "prompt tokens computed /s")):
+            for name, title in _TRENDS.items():
                 with VerticalScroll(id=name, classes="trend"):
                     yield Static(title)
                     yield Sparkline([], summary_function=max)
@@ -116,8 +119,8 @@ class Top(App[None]):
             return
         rates = rates_between(self._last, seen)
         if rates is not NO_RATES:
-            self._trace("#output", self._generated, rates.generated_tokens)
-            self._trace("#input", self._prompts, rates.prompt_tokens)
+            self._trace("output", self._generated, rates.generated_tokens)
+            self._trace("input", self._prompts, rates.prompt_tokens)
         self._last = seen
         headline.update(panels.headline(seen, rates))
         contents: dict[str, RenderableType] = {
@@ -132,6 +135,5 @@ class Top(App[None]):
 
     def _trace(self, name: str, values: deque[float], value: float) -> None:
         values.append(value)
-        self.query_one(f"{name} Sparkline", Sparkline).data = list(values)
-        title = "tokens generated /s" if name == "#output" else "prompt tokens computed /s"
-        self.query_one(f"{name} Static", Static).update(f"{title}   now {value:,.0f}   most {max(values):,.0f}")
+        self.query_one(f"#{name} Sparkline", Sparkline).data = list(values)
+        self.query_one(f"#{name} Static", Static).update(f"{_TRENDS[name]}   now {value:,.0f}   most {max(values):,.0f}")

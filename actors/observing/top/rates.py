@@ -20,13 +20,12 @@ class Rates(NamedTuple):
     prompt_tokens: float
     generated_tokens: float
     finished: float
-    steps: float
     step_s: float | None
     hit_rate: float | None
     actors: dict[tuple[str, str], ActorRate]
 
 
-NO_RATES = Rates(0.0, 0.0, 0.0, 0.0, None, None, {})
+NO_RATES = Rates(0.0, 0.0, 0.0, None, None, {})
 
 
 def rates_between(before: CompanyView | None, after: CompanyView) -> Rates:
@@ -48,7 +47,6 @@ def rates_between(before: CompanyView | None, after: CompanyView) -> Rates:
         prompt_tokens=(after.num_prefill_tokens - before.num_prefill_tokens) / seconds,
         generated_tokens=(after.num_generated_tokens - before.num_generated_tokens) / seconds,
         finished=(after.num_finished - before.num_finished) / seconds,
-        steps=num_steps / seconds,
         step_s=(after.step_s - before.step_s) / num_steps if num_steps else None,
         hit_rate=num_hits / num_queries if num_queries else None,
         actors=actors,
