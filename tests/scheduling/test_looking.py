@@ -4,6 +4,7 @@ import time
 
 from repertory.actors.scheduling import looking
 from repertory.actors.scheduling.looking import MOST_NODES, metrics_of, shared_prefixes, view_of
+from repertory.protocol.messages import Credit
 from repertory.protocol.view import MOST_PREFIXES, MOST_SLOWEST
 from repertory.tests.scheduling.world import World
 
@@ -90,6 +91,10 @@ def test_a_large_tree_is_not_walked_to_its_end(monkeypatch):
     assert MOST_NODES <= 10_000
 
 
+def stages(world):
+    return [one.stage for one in view_of(world.core, world.now, [], num_frontends=0).slowest]
+
+
 def test_looking_changes_nothing_and_does_not_count_itself():
     world = World(blocks=24, host_blocks=16, max_num_seqs=4)
     world.without_reserve()
@@ -123,6 +128,22 @@ def test_a_paused_request_says_so():
     assert view.slowest[0].stage == "paused"
     assert view.stats.num_paused == 1
     assert metrics_of(world.core, [], num_frontends=0).num_credits == 0
+
+
+def test_the_stage_is_that_of_the_journey_whatever_the_state():
+    """One that does not fit waits for blocks, and one that may go on waits for its turn: their journeys say so too."""
+    world = World(blocks=8, credit_window=4, max_num_seqs=4)
+    paused = world.submit([1] * 8, max_tokens=30)
+    for _ in range(10):
+        world.step()
+    world.core.on_credit(Credit(paused, 4))
+    assert stages(world) == ["queue"]
+    world.submit([2] * 8, max_tokens=30)
+    world.submit([3] * 28, max_tokens=2)
+    world.plan()
+    assert stages(world)[2] == "blocks"
+    live = [seq for request in world.core.table.requests() for seq in request.live()]
+    assert stages(world) == [seq.traveller.stage for seq in live]
 
 
 def test_credits_are_what_readers_still_allow():
