@@ -68,7 +68,7 @@ async def check_lost(engine: Engine, streams: list[RequestStream], *, within_s: 
         await engine.check_health()
     with pytest.raises(EngineDeadError, match=why):
         engine.generate("hello")
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < 1.0, "at once"
     assert len(engine._company.dispatcher) == 0
     assert engine._task.done()
 

@@ -20,7 +20,7 @@ from repertory.protocol.config import EngineConfig
 from repertory.protocol.errors import EngineDeadError, NeverFitsError
 from repertory.protocol.outputs import BlockCounts, EngineStats
 
-LIMIT_S = 60
+LIMIT_S = 120
 SETTINGS = EngineConfig(model="demo")
 CTRL_C, CTRL_D = "\x03", "\x04"
 

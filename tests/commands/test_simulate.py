@@ -175,7 +175,7 @@ def test_goodput_counts_requests_within_every_objective(run):
         ([SHIPPED, "--also", "log-level=debug"], "is not SETTING=VALUE; settings are block_size"),
         ([SHIPPED, "--also", "enable-prefix-caching=perhaps"], "--also enable-prefix-caching: 'perhaps' is not allowed"),
         ([SHIPPED, "--also", "max-num-seqs="], "--also max-num-seqs is empty"),
-        ([SHIPPED, "--also", "max-num-seqs=0"], "--also max-num-seqs: 0 is not allowed"),
+        ([SHIPPED, "--also", "max-num-seqs=0"], "--also max-num-seqs: '0' is not allowed"),
         ([SHIPPED, "--goodput", "ttft"], "expected NAME:MILLISECONDS, once each of ttft, tpot, itl, e2el"),
         ([SHIPPED, "--copy-gb-s", "0"], "--copy-gb-s must be above 0, got 0"),
         ([SHIPPED, "--step-ms", "-1"], "--step-ms must not be below 0"),

@@ -152,7 +152,7 @@ async def run_pressed(setting: Pressed, model_dir: Path, cases: Sequence[Case]) 
 
 async def assert_nothing_is_left(engine: Engine) -> None:
     core = engine._company.scheduler.core
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while core.num_copies:  # noqa: ASYNC110 - nothing announces the end of the last copy
             await asyncio.sleep(0)
     assert await engine.audit() == []

@@ -225,7 +225,7 @@ async def test_a_host_that_is_killed_with_copies_outstanding_is_lost(model_dir: 
     device.send(copy_of("out", 1), None)
     device.send(copy_of("out", 2), None)
     device.send(copy_of("out", 3), None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert "SIGKILL" in await device.lost()
     assert all(isinstance(answer, CopyDone) and (answer.direction, answer.copy_id) == ("out", 1) for answer in answers)
     await device.aclose()
@@ -243,7 +243,7 @@ async def test_a_stalled_lane_ends_in_a_lost_device_by_the_copys_own_time(
     await device.open()
     device.send(copy_of("out", 1), predicted_s)
     device.send(empty_step(1, copy_out=1), 0.0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await device.lost()).startswith("a copy out is overdue")
     assert answers == []
     await device.aclose()
@@ -253,7 +253,7 @@ async def test_a_lane_that_raises_ends_the_host(model_dir: Path) -> None:
     device = ProcessDevice(EPOCH, config_for(model_dir), model_dir, on_answer=lambda done: None)
     await device.open()
     device.send(copy_of("in", 7), None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await device.lost() == "copy in 7 failed: ValueError: copy in 7 follows number 0 of its lane"
     await device.aclose()
 

@@ -9,7 +9,7 @@ from repertory.protocol.ids import BlockId, CopyId, Epoch, StepId
 from repertory.protocol.messages import CopyBlocks, CopyDirection, Fences, RunStep
 
 EPOCH = Epoch(3)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def fences(step: int = 0, copy_out: int = 0, copy_in: int = 0) -> Fences:

@@ -14,7 +14,7 @@ from repertory.gpu.simulated import SimulatedExecutor
 from repertory.protocol.config import FIELDS, EngineConfig
 from repertory.protocol.messages import RunStep
 
-PATIENCE_S = 3.0
+PATIENCE_S = 60.0
 """After this a test that waits for something fails; nothing here takes a tenth of it."""
 
 EOS = 2

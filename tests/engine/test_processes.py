@@ -12,7 +12,7 @@ import pytest
 
 from repertory.tests.tiny_model import make_tiny_model
 
-LIMIT_S = 30
+LIMIT_S = 60
 
 BEGIN = """
 import asyncio, sys, threading

@@ -28,7 +28,7 @@ def open_engine(model: Path, **settings: Any) -> Engine:
 async def quiet(engine: Engine) -> None:
     """Wait for the end of all copies."""
     core = engine._company.scheduler.core
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while core.num_copies:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 T = TypeVar("T")
 

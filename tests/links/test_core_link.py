@@ -25,7 +25,7 @@ from repertory.protocol.link import Beat, Dismissed, Goodbye, Hello, Welcome, wi
 from repertory.protocol.messages import Abort, Admit, Closed, FrontendLost, TokensSampled
 
 MAX_UNREAD = 20_000
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 CAPACITY = Capacity("none", 1000, 0, 4, 1, 320, 4096)
 CONFIG = EngineConfig(model="none", heartbeat_timeout_s=1.0)
 

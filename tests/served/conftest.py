@@ -28,7 +28,7 @@ from .servers import Server
 
 GONE_WITHIN_S = 10.0
 STARTS_WITHIN_S = 30.0
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 SIMULATED = {"device": "simulated", "block_size": 4, "num_device_blocks": 256, "heartbeat_timeout_s": 5.0}
 ENDLESS = {"num_device_blocks": 100_000, "credit_window": 64}
 """With these a request can go on for as long as a test needs."""

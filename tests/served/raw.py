@@ -34,14 +34,14 @@ async def raw(endpoint: str, kind: int = zmq.DEALER) -> AsyncIterator[zmq.asynci
 async def welcomed(socket: zmq.asyncio.Socket, incarnation: int = MINE) -> int:
     """Say hello; the core's epoch."""
     await socket.send(encode(FrontendFrame(0, [Hello(incarnation, __version__)])))
-    frame = decode_from_core(await asyncio.wait_for(socket.recv_multipart(), 5))
+    frame = decode_from_core(await asyncio.wait_for(socket.recv_multipart(), 60))
     assert isinstance(frame.messages[0], Welcome)
     return frame.epoch
 
 
 async def heard(socket: zmq.asyncio.Socket, kind: type[ToFrontend]) -> Any:
     """The next message of that kind."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             for message in decode_from_core(await socket.recv_multipart()).messages:
                 if isinstance(message, kind):

@@ -20,7 +20,7 @@ from repertory.protocol.config import EngineConfig
 from .plain_server import COMMAND
 
 STARTS_WITHIN_S = 40.0
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Server:

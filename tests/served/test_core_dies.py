@@ -61,11 +61,11 @@ async def check_lost(engine: RemoteEngine, streams: list[RequestStream], *, with
     with pytest.raises(EngineDeadError):
         engine.generate("hello")
     await engine.abort("whatever")
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < 1.0, "nothing waits for the dead core"
 
 
 async def serves_again(engine: RemoteEngine, until: Until) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await engine.check_health()
@@ -127,7 +127,7 @@ async def test_a_core_whose_device_dies_for_good_says_why(open_core: OpenCore) -
     streams = await three_in_flight(engine)
     os.kill(core.device_pid, signal.SIGKILL)
     await check_lost(engine, streams, within_s=2.0, why="SIGKILL")
-    assert "SIGKILL" in await asyncio.wait_for(core.ends[0], 10)
+    assert "SIGKILL" in await asyncio.wait_for(core.ends[0], 60)
 
 
 async def test_a_killed_device_is_a_pause_to_every_frontend(open_core: OpenCore, paper_model: Path, until: Until) -> None:
@@ -171,5 +171,5 @@ async def test_a_frontend_may_come_before_its_core(open_core: OpenCore) -> None:
     await asyncio.sleep(0.2)
     assert not coming.done()
     await core.start()
-    engine = await asyncio.wait_for(coming, 20)
+    engine = await asyncio.wait_for(coming, 60)
     assert (await last_of(engine.generate(prompt_of(9), greedy()))).finished

@@ -23,7 +23,7 @@ from .reader import COMMAND, read_on
 
 OpenCore = Callable[..., Any]
 StartReader = Callable[..., Awaitable[Process]]
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")
 LARGE = {"num_device_blocks": 40_000, "max_model_len": 4096}
 """No request of these tests ends by its length."""

@@ -39,7 +39,7 @@ async def watched(endpoint: str) -> AsyncIterator[asyncio.Queue[CompanyView | st
 
 
 async def seen_until(seen: asyncio.Queue[CompanyView | str], condition: Callable[[CompanyView | str], bool]) -> Any:
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60):
         while not condition(found := await seen.get()):
             pass
     return found
@@ -103,7 +103,7 @@ async def test_the_screen_shows_a_real_core(open_core: OpenCore) -> None:
             widget = app.query_one(f"#{name}")
             return any(text in strip.text for strip in widget.render_lines(widget.size.region))
 
-        async with asyncio.timeout(15.0):
+        async with asyncio.timeout(60):
             while wanted:
                 await pilot.pause(PERIOD_S)
                 wanted -= {(name, text) for name, text in wanted if shows(name, text)}
@@ -116,7 +116,7 @@ async def test_the_screen_shows_a_real_core(open_core: OpenCore) -> None:
 async def test_where_there_is_no_core_it_keeps_looking(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
     monkeypatch.setattr(watching, "GREETING_S", 0.1)
     async with watched(f"ipc://{sockets}/nobody") as seen:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60):
             assert await seen.get() == f"no core answers at ipc://{sockets}/nobody"
             assert isinstance(await seen.get(), str)
 

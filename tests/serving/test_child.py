@@ -31,7 +31,7 @@ def child(program: str, patience_s: float = PATIENCE_S) -> Child:
 async def ended(one: Child) -> str:
     """Start it and wait for its end."""
     await one.start()
-    return await asyncio.wait_for(one.ended(), 20)
+    return await asyncio.wait_for(one.ended(), 60)
 
 
 async def test_its_first_line_is_its_orders_and_its_last_words_are_remembered() -> None:
@@ -65,9 +65,9 @@ async def test_one_that_ignores_the_end_of_its_input_is_ended_by_force() -> None
     one = child(f"say({READY!r})\nwhile True:\n    time.sleep(0.1); say('{{}}')", patience_s=60.0)
     await one.start()
     end = asyncio.ensure_future(one.ended())
-    await asyncio.wait_for(one.ready, 20)
+    await asyncio.wait_for(one.ready, 60)
     await one.end(goodbye_s=0.2)
-    assert await asyncio.wait_for(end, 5) == "it ended with signal SIGKILL"
+    assert await asyncio.wait_for(end, 60) == "it ended with signal SIGKILL"
     assert one.pid is not None
     assert not psutil.pid_exists(one.pid)
 
@@ -76,7 +76,7 @@ async def test_whoever_stops_waiting_for_its_end_brings_it_about() -> None:
     one = child(f"say({READY!r}); sys.stdin.read()", patience_s=60.0)
     await one.start()
     end = asyncio.ensure_future(one.ended())
-    await asyncio.wait_for(one.ready, 20)
+    await asyncio.wait_for(one.ready, 60)
     end.cancel()
     with pytest.raises(asyncio.CancelledError):
         await end
@@ -92,7 +92,7 @@ async def test_a_first_start_that_fails_is_told_in_the_childs_words_and_not_trie
         return made[-1]
 
     with pytest.raises(ModelLoadError, match="no such model"):
-        await asyncio.wait_for(Post("child", make, EngineConfig(model="m")).run(), 20)
+        await asyncio.wait_for(Post("child", make, EngineConfig(model="m")).run(), 60)
     assert len(made) == 1
 
 

@@ -155,7 +155,7 @@ async def test_the_host_goes_with_an_application_that_is_killed(hosts: Hosts, tm
         sys.executable, str(script), str(hosts.models["simulated"]), stdout=asyncio.subprocess.PIPE, env=environ
     )
     assert parent.stdout is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await parent.stdout.readline() == b"generating\n"
     if state in ("hanging", "opening"):
         await until(lambda: hosts.num_deeds == len(faults[state]))

@@ -41,7 +41,7 @@ async def opened(hosts: Hosts, *faults: Fault, on_answer: Callable[[StepDone | C
 
 
 async def reason_of(device: ProcessDevice) -> str:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await device.lost()
 
 
