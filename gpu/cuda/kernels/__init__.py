@@ -1,0 +1,1 @@
+"""Triton kernels. Importing a module here imports triton; `TRITON_INTERPRET=1` before that runs them on a CPU."""
