@@ -14,13 +14,17 @@ names is complete, and is complete when it has ended, whether it worked or not. 
 does so in the order in which they were issued, so that whatever one waits for has been handed over before it.
 Answers come in order within a timeline only: what waited for another operation may be answered a moment before it.
 
-Implementations: `simulated/` (no torch, memory that remembers who wrote what), `cpu/`, later `cuda/`.
+Implementations: `simulated/` (no torch, memory that remembers who wrote what), `cpu/`, `cuda/`.
+
+A GPU needs no thread while it computes, and must not wait for one between two steps. Its executor is a
+`LaunchingExecutor`: the compute thread calls `launch_step`, which returns while the step runs, and a fourth thread waits
+for the answers, in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..protocol.capacity import Capacity as Capacity
 from ..protocol.messages import CopyBlocks, CopyDone, RunStep, StepDone
@@ -73,4 +77,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give the device's memory back. No other method runs or is called after this."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def result(self) -> StepDone:
+        """Wait for its end and return what `run_step` would. Steps are asked in the order in which they were launched."""
+        ...
+
+
+@runtime_checkable
+class LaunchingExecutor(Executor, Protocol):
+    """A device that computes by itself."""
+
+    def launch_step(self, step: RunStep) -> PendingStep:
+        """Begin what `run_step` does; the next step may be launched before this one's result is asked for.
+
+        Waits only where the step needs what an earlier one draws, or a copy that has not been launched yet.
+        """
         ...

@@ -40,6 +40,11 @@ class Slot:
         """Tokens generated so far: the position of the next draw in the sequence's random stream."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether its parameters may change logits: then the log must be known before a draw."""
+        return self._edits is not None
+
     def edits(self) -> LogitEdits | None:
         """What changes the logits of the next token, None if nothing does."""
         if self._edits is None:

@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from ...protocol.config import EngineConfig, checked
 from ...protocol.config_sources import load_config
 from ...protocol.errors import ConfigError
-from ..device import check_buildable
+from ..device import check_buildable, on_this_machine
 from ..observing.logs import configure_logging
 from .engine_flags import ConfigFile, engine_flags
 
@@ -48,7 +48,7 @@ def serve(
         flags["model"] = model
     if not 0 <= drain_timeout_s < float("inf"):
         raise ConfigError(f"drain_timeout_s: {drain_timeout_s} is not a number of seconds", key="drain_timeout_s")
-    settings = checked(load_config(flags=flags, file=config))
+    settings = on_this_machine(checked(load_config(flags=flags, file=config)))
     check_buildable(settings)
     configure_logging(settings.log_format, settings.log_level)
     return anyio.run(partial(run, settings, drain_s=drain_timeout_s))

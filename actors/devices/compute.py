@@ -1,5 +1,8 @@
 """The compute thread: one thread that opens an executor, drives it, and closes it.
 
+A device that computes by itself (`LaunchingExecutor`) gets a second thread, which waits for the answers of the steps that
+the first has launched, so that the next step is launched while one runs.
+
 Steps go to the thread through a plain queue and come back through `call_soon_threadsafe` (13 us a
 round trip). The thread shares the GIL with its event loop, and every call into the device takes it
 again: with Python's default switch interval of 5 ms a busy loop can make a 42 ms step last
@@ -16,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from ...gpu.executor import Executor
+from ...gpu.executor import Executor, LaunchingExecutor, PendingStep
 from ...gpu.timelines import FencesClosedError
 from ...protocol.errors import problem_of
 from ...protocol.messages import RunStep, StepDone, StepFailed
@@ -81,10 +84,11 @@ class ComputeThread:
             tell(self._loop, self._closed.set)
             return
         tell(self._loop, _settle_result, self._opened, executor)
-        is_sound = True
         try:
-            while (step := self._steps.get()) is not None:
-                is_sound = is_sound and self._run(executor, step)
+            if isinstance(executor, LaunchingExecutor):
+                self._launch_all(executor)
+            else:
+                self._run_all(executor)
         finally:
             try:
                 executor.close()
@@ -92,9 +96,30 @@ class ComputeThread:
                 # A device that cannot be closed is reported by the thread's hook; whoever waits for the end goes on.
                 tell(self._loop, self._closed.set)
 
-    def _run(self, executor: Executor, step: RunStep) -> bool:
+    def _run_all(self, executor: Executor) -> None:
+        is_sound = True
+        while (step := self._steps.get()) is not None:
+            is_sound = is_sound and self._answer(executor, step, lambda step=step: executor.run_step(step))  # type: ignore[misc]
+
+    def _launch_all(self, executor: LaunchingExecutor) -> None:
+        answers = _Answering(self, executor)
         try:
-            done: StepDone | StepFailed = executor.run_step(step)
+            while (step := self._steps.get()) is not None:
+                if not answers.is_sound:
+                    continue
+                try:
+                    pending = executor.launch_step(step)
+                except BaseException as error:  # it is answered behind the steps before it
+                    answers.put(step, _Raised(error))
+                else:
+                    answers.put(step, pending)
+        finally:
+            answers.end()
+
+    def _answer(self, executor: Executor, step: RunStep, wait: Callable[[], StepDone]) -> bool:
+        """Tell what `wait` returns of a step, or raises. Returns whether the device is to be trusted any more."""
+        try:
+            done: StepDone | StepFailed = wait()
             done = msgspec.structs.replace(done, num_sequences=executor.num_sequences)
         except FencesClosedError:
             return False  # the device is being closed: nobody waits for an answer
@@ -102,6 +127,44 @@ class ComputeThread:
             done = StepFailed(step.epoch, step.step_id, problem_of(error))
         tell(self._loop, self._on_message, done)
         return isinstance(done, StepDone)
+
+
+class _Raised:
+    """A step that could not be launched. Implements `PendingStep`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def result(self) -> StepDone:
+        """Raise what launching raised."""
+        raise self._error
+
+
+class _Answering:
+    """The thread that waits for launched steps, in their order."""
+
+    def __init__(self, compute: ComputeThread, executor: Executor) -> None:
+        self.is_sound = True
+        """False once a step has failed: nothing that comes after it is launched or answered."""
+        self._compute = compute
+        self._executor = executor
+        self._launched: SimpleQueue[tuple[RunStep, PendingStep] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="repertory-answers", daemon=True)
+        self._thread.start()
+
+    def put(self, step: RunStep, pending: PendingStep) -> None:
+        """A step has been launched."""
+        self._launched.put((step, pending))
+
+    def end(self) -> None:
+        """Wait until everything launched is answered."""
+        self._launched.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._launched.get()) is not None:
+            step, pending = item
+            self.is_sound = self.is_sound and self._compute._answer(self._executor, step, pending.result)
 
 
 def _settle_result(future: asyncio.Future[Executor], result: Executor) -> None:

@@ -17,7 +17,7 @@ from ...protocol.errors import EngineDeadError, RepertoryError, first_of
 from ...protocol.metrics import CoreMetrics
 from ...protocol.outputs import EngineStats
 from ..company import Company
-from ..device import DeviceOpener, check_buildable
+from ..device import DeviceOpener, check_buildable, on_this_machine
 from ..devices.keeper import DeviceKeeper
 from ..devices.making import device_maker
 from ..devices.process import HOST_COMMAND
@@ -48,7 +48,7 @@ class Engine(EngineFace):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.config = checked(_configured(config, settings))
+        self.config = on_this_machine(checked(_configured(config, settings)))
         check_buildable(self.config)
         self._open_device = open_device
         self._host_command = host_command

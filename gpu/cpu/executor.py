@@ -12,16 +12,15 @@ from msgspec.structs import replace
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
-from ...protocol.ids import SequenceId
-from ...protocol.messages import CopyBlocks, CopyDone, FailedRow, Fences, PromptPart, RunStep, StepDone, TokenLogprobs
+from ...protocol.messages import CopyBlocks, CopyDone, Fences, RunStep, StepDone
+from ..answers import Answers, draws_of
 from ..copying import carry_out
 from ..executor import Capacity
 from ..models.config import ModelConfig, load_model_config
 from ..models.weights import load_weights
-from ..sampling import SamplingRow
-from ..sampling_edits import NO_TOKEN_LEFT, NOT_FINITE
-from ..slots import Row, Slot, SlotTable
-from ..structured import GrammarError, Grammars
+from ..sampling import Sampled
+from ..slots import Row, SlotTable
+from ..structured import Grammars
 from ..timelines import Timelines
 from .cores import CoreWatch, too_many_threads, usable_cores
 from .library import LEVELS
@@ -35,9 +34,6 @@ from .sizing import pool_sizes
 _ATTENTION_BACKENDS = ("auto", "torch", *LEVELS)
 
 _log = logging.getLogger(__name__)
-
-_STAND_IN = 0
-"""Token that a failed row leaves in its log: the step behind it may already count on there being one."""
 
 
 class CpuExecutor:
@@ -70,7 +66,7 @@ class CpuExecutor:
         self._timelines = Timelines()
         self._grammars = Grammars(model_dir / "tokenizer.json", vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         self._slots = SlotTable(self._grammars)
-        self._failed: dict[SequenceId, str] = {}
+        self._answers = Answers()
         self._cores = CoreWatch()
         self._num_threads = config.compute_threads
         self._thread_id: int | None = None
@@ -126,72 +122,21 @@ class CpuExecutor:
         started, running = time.perf_counter(), time.thread_time()
         self._claim_thread()
         rows = self._slots.apply(step)
-        if self._failed:
-            for seq_id in (*step.released, *(new.seq_id for new in step.admitted)):
-                self._failed.pop(seq_id, None)
+        self._answers.forget(step)
         self._pool.copy(step.copies)
-        sampled, prompts = self._compute(rows, step.shared_groups) if rows else ([], [])
-        seq_ids: list[SequenceId] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        failed: list[FailedRow] = []
-        for row, token, details in sampled:
-            seq_id = row.slot.seq_id
-            row.slot.token_ids.append(token)
-            if seq_id in self._failed:
-                reason = self._failed[seq_id]
-                failed.append(FailedRow(seq_id, reason, is_sound=reason != NOT_FINITE))
-            else:
-                seq_ids.append(seq_id)
-                token_ids.append(token)
-                logprobs.append(details)
-                if row.slot.grammar is not None:
-                    row.slot.grammar.accept(token)
+        sampling = [row for row in rows if row.samples]
+        found = self._compute(rows, sampling, step.shared_groups) if rows else Sampled([], [])
         seconds = time.perf_counter() - started
         if warning := self._cores.after_step(seconds, time.thread_time() - running):
             _log.warning(warning)
-        logprobs = logprobs if any(logprobs) else []
-        return StepDone(step.epoch, step.step_id, seq_ids, token_ids, seconds, failed, logprobs=logprobs, prompts=prompts)
+        return self._answers.answer(step, sampling, found, seconds=seconds)
 
-    def _compute(
-        self, rows: list[Row], shared: SharedGroups
-    ) -> tuple[list[tuple[Row, int, TokenLogprobs | None]], list[PromptPart]]:
-        """Compute all rows. Returns those that sample with their tokens, a stand-in for those that fail, and logprobs; and
-        what the rows say of prompts.
-
-        A sequence that failed once stays failed while it is known: its KV is not to be trusted.
-        """
-        sampling = [row for row in rows if row.samples]
-        for row in sampling:
-            if row.end != len(row.slot.token_ids):
-                raise ValueError(
-                    f"sequence {row.slot.seq_id} samples after token {row.end} of a log of {len(row.slot.token_ids)}"
-                )
-        draws = [
-            SamplingRow(
-                slot.params, slot.index, slot.num_output_tokens, slot.edits(), slot.grammar.words if slot.grammar else None
-            )
-            for slot in (row.slot for row in sampling)
-        ]
+    def _compute(self, rows: list[Row], sampling: list[Row], shared: SharedGroups) -> Sampled:
+        """Compute all rows, and draw for those that sample."""
         constrained = [row.slot for row in sampling if row.slot.grammar is not None]
-        found = self._path.compute(rows, draws, shared, before_draws=lambda: self._wait_for_masks(constrained))
-        self._failed.update(dict.fromkeys(found.failed_prompts, NOT_FINITE))
-        for i in found.failed:
-            self._failed.setdefault(sampling[i].slot.seq_id, NO_TOKEN_LEFT if i in found.exhausted else NOT_FINITE)
-        tokens = [
-            (row, _STAND_IN if row.slot.seq_id in self._failed else token, found.logprobs.get(i))
-            for i, (row, token) in enumerate(zip(sampling, found.token_ids, strict=True))
-        ]
-        return tokens, [part for part in found.prompts if part.seq_id not in self._failed]
-
-    def _wait_for_masks(self, slots: list[Slot]) -> None:
-        """Until all are filled. A grammar that fails, fails its sequence."""
-        for slot in slots:
-            try:
-                if slot.grammar is not None:
-                    slot.grammar.mask()
-            except GrammarError as error:
-                self._failed.setdefault(slot.seq_id, str(error))
+        return self._path.compute(
+            rows, draws_of(sampling), shared, before_draws=lambda: self._answers.wait_for_masks(constrained)
+        )
 
     def _claim_thread(self) -> None:
         # OpenMP keeps the number of threads per calling thread: setting it where the executor is built would be lost.

@@ -1,8 +1,7 @@
-"""What this machine's CPU and memory can do."""
+"""What this machine's CPU can do."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -24,14 +23,6 @@ def compute_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ModelLoadError(f"dtype {name!r} is not supported on CPU; supported: auto, {', '.join(_DTYPES)}", key="dtype")
     return _DTYPES[name]
-
-
-def memory_bytes() -> int:
-    """Main memory this process may use: the machine's, or its control group's limit where that is lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
 
 
 def _cpu_flags() -> frozenset[str]:

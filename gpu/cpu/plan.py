@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..flat_rows import Ints, Longs, check_range, flat_rows, shared_prefix
+from ..flat_rows import SharedGroups as SharedGroups
 from ..slots import Row
-
-SharedGroups = Sequence[tuple[Sequence[int], int]]
-"""As in `RunStep.shared_groups`: indices of rows, and the number of leading blocks that they share."""
 
 QUERIES_AT_ONCE = 32
 """Query rows that the shared kernel computes together; fewer cost as much."""
-
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
@@ -55,32 +49,18 @@ def make_plan(rows: Sequence[Row], shared: SharedGroups, pool: PoolShape, *, voc
     Raises `ValueError` for a block table that does not reach its row's end and `IndexError` for a block or token
     outside the pool or the vocabulary: the kernels check nothing.
     """
+    flat = flat_rows(rows, num_blocks=pool.num_blocks, block_size=pool.block_size)
+    check_range(flat.token_ids, vocab_size, "token", "vocabulary")
     counts = [row.end - row.start for row in rows]
-    needed = [-(-row.end // pool.block_size) for row in rows]
-    for row, blocks in zip(rows, needed, strict=True):
-        if len(row.slot.block_table) < blocks:
-            raise ValueError(
-                f"sequence {row.slot.seq_id}: {len(row.slot.block_table)} blocks for a row that ends at token {row.end}"
-            )
-    token_ids = _flat(row.slot.token_ids[row.start : row.end] for row in rows)
-    tables = _flat(row.slot.block_table[:blocks] for row, blocks in zip(rows, needed, strict=True))
-    _check_range(token_ids, vocab_size, "token", "vocabulary")
-    _check_range(tables, pool.num_blocks, "block", "pool")
-    first_tokens = [0, *itertools.accumulate(counts)]
-    first_blocks = [0, *itertools.accumulate(needed)]
-    positions = np.arange(len(token_ids)) + np.repeat(
-        [row.start - at for row, at in zip(rows, first_tokens, strict=False)], counts
-    )
-    blocks_of = tables[np.repeat(first_blocks[:-1], counts) + positions // pool.block_size].astype(np.int64)
-    slots = blocks_of * pool.block_stride + positions % pool.block_size * pool.token_stride
+    first_tokens, first_blocks = flat.first_tokens, flat.first_blocks
     decode_rows = [i for i, count in enumerate(counts) if count == 1]
     groups, members, shared_keys = _group(rows, decode_rows, shared, pool.block_size, query_group)
     chunks = [(first_tokens[i], count, rows[i].end, first_blocks[i]) for i, count in enumerate(counts) if count > 1]
     return Plan(
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
-        tables=tables,
+        token_ids=flat.token_ids,
+        positions=flat.positions,
+        slots=flat.blocks * pool.block_stride + flat.offsets * pool.token_stride,
+        tables=flat.tables,
         decodes=_table((first_tokens[i], rows[i].end, shared_keys.get(i, 0), first_blocks[i]) for i in decode_rows),
         chunks=_table(chunks),
         groups=_table(groups),
@@ -111,30 +91,14 @@ def _group(
     place = {row: index for index, row in enumerate(decode_rows)} if shared else {}
     for indices, num_blocks in shared:
         inside = [i for i in indices if i in place and i not in shared_keys]
-        # At least the row's own token is left for its own part.
-        num_blocks = min([num_blocks, *((rows[i].end - 1) // block_size for i in inside)])
-        keys = num_blocks * block_size
+        keys = shared_prefix(rows, inside, num_blocks, block_size=block_size)
         if not worth_sharing(len(inside), keys, query_group):
             continue
-        prefix = rows[inside[0]].slot.block_table[:num_blocks]
-        for i in inside:
-            if rows[i].slot.block_table[:num_blocks] != prefix:
-                raise ValueError(f"sequence {rows[i].slot.seq_id} does not share its first {num_blocks} blocks with its group")
         groups.append((len(members), len(inside), keys, 0))
         members += [place[i] for i in inside]
         shared_keys.update(dict.fromkeys(inside, keys))
     return groups, members, shared_keys
 
 
-def _flat(lists: Iterable[Sequence[int]]) -> Ints:
-    return np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int32)
-
-
 def _table(rows: Iterable[tuple[int, int, int, int]]) -> Ints:
     return np.array(list(rows), dtype=np.int32).reshape(-1, 4)
-
-
-def _check_range(values: Ints, limit: int, what: str, where: str) -> None:
-    if len(values) and (values.min() < 0 or values.max() >= limit):
-        wrong = values[(values < 0) | (values >= limit)][0]
-        raise IndexError(f"{what} {wrong} is outside the {where} of {limit}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...protocol.config import FIELDS, EngineConfig
 from ...protocol.errors import ConfigError
-from .machine import memory_bytes
+from ..machine import memory_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,45 @@
+"""Decode steps recorded once for some numbers of rows, and run again by one call instead of hundreds.
+
+A step of n decode rows runs in the smallest captured one that has room; rows left over compute something that nobody
+reads and write nothing. Captured steps know no shared prefixes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from .runtime import Graph, Runtime
+
+LARGEST = 512
+
+
+def captured_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows worth capturing: dense where a row more costs most, and the largest step that there is.
+
+    No step of more than 8 rows is padded by more than a third of itself.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST + 1, 32)]
+    return sorted({size for size in sizes if size < max_rows} | {min(max_rows, LARGEST)})
+
+
+class DecodeGraphs:
+    """Captured decode steps. `launch(rows)` is what is captured; it must have everything it needs in fixed places."""
+
+    def __init__(self, runtime: Runtime, sizes: Sequence[int], launch: Callable[[int], None]) -> None:
+        self._sizes = sorted(sizes)
+        self._graphs: dict[int, Graph] = {}
+        # The largest first: the others fit into its memory.
+        for size in reversed(self._sizes):
+            runtime.compute.launch(lambda size=size: launch(size))  # type: ignore[misc] # loads kernels, which cannot be captured
+            runtime.compute.record().synchronize()
+            self._graphs[size] = runtime.capture(lambda size=size: launch(size))  # type: ignore[misc]
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The captured size that a step of `num_rows` decode rows runs in; None: it is larger than all."""
+        index = bisect_left(self._sizes, num_rows)
+        return self._sizes[index] if num_rows and index < len(self._sizes) else None
+
+    def launch(self, size: int) -> None:
+        """Run the captured step of `size` rows, in a stream's `launch`."""
+        self._graphs[size].replay()

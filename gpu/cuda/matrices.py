@@ -1,0 +1,68 @@
+"""The matrices of a model as functions of activations: how their elements are kept is nobody else's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models.weights import DecoderWeights, LayerWeights
+
+
+class Matrix(Protocol):
+    """Multiplies activations [tokens, in] by a matrix [out, in]; adds its bias, if it has one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, out], of the dtype of `x`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on the device."""
+        ...
+
+
+class Dense:
+    """A matrix in the dtype of its activations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Matrix`."""
+        return F.linear(x, self._weight, self._bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Matrix`."""
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+MakeMatrix = Callable[[Tensor, Tensor | None], Matrix]
+"""Makes a matrix of a weight [out, in] and a bias [out]."""
+
+
+class LayerMatrices(NamedTuple):
+    """A layer's matrices, and its norms as they were."""
+
+    norms: LayerWeights
+    qkv: Matrix
+    attention_out: Matrix
+    gate_up: Matrix
+    down: Matrix
+
+
+def layer_matrices(weights: DecoderWeights, make: MakeMatrix = Dense) -> list[LayerMatrices]:
+    """The layers of a model whose matrices `make` keeps. The embedding and the head stay as they are."""
+    return [
+        LayerMatrices(
+            norms=layer,
+            qkv=make(layer.qkv, layer.qkv_bias),
+            attention_out=make(layer.attention_out, None),
+            gate_up=make(layer.gate_up, None),
+            down=make(layer.down, None),
+        )
+        for layer in weights.layers
+    ]

@@ -1,0 +1,107 @@
+"""`Runtime` on torch's CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .runtime import DeviceMemory, Event, Graph
+
+
+class TorchEvent:
+    """Implements `Event`. Waiting on it blocks the thread instead of spinning, and lets go of Python's lock."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        self.event.synchronize()
+
+    def is_complete(self) -> bool:
+        """See `Event.is_complete`."""
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Event) -> float:
+        """See `Event.seconds_since`."""
+        assert isinstance(earlier, TorchEvent)
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class TorchStream:
+    """Implements `Stream`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """See `Stream.launch`."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            work()
+
+    def record(self, *, timed: bool = False) -> TorchEvent:
+        """See `Stream.record`."""
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event.record(self.stream)
+        return TorchEvent(event)
+
+    def wait(self, event: Event) -> None:
+        """See `Stream.wait`."""
+        assert isinstance(event, TorchEvent)
+        self.stream.wait_event(event.event)
+
+
+class TorchRuntime:
+    """Implements `Runtime` for one GPU.
+
+    All of torch's work of this process goes through it: it makes its device the thread's current one where it launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.compute = TorchStream(torch.cuda.Stream(device, priority=-1))
+            self.copy_out = TorchStream(torch.cuda.Stream(device))
+            self.copy_in = TorchStream(torch.cuda.Stream(device))
+        self._graph_memory = None
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Runtime.pinned`."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            raise MemoryError(f"the host has no page-locked memory for {tuple(shape)} of {dtype}: {error}") from error
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """See `Runtime.capture`. Graphs share their memory: they never run at the same time."""
+        graph = torch.cuda.CUDAGraph()
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
+            work()
+        return graph
+
+    def memory(self) -> DeviceMemory:
+        """See `Runtime.memory`."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        statistics = torch.cuda.memory_stats(self.device)
+        return DeviceMemory(
+            total_bytes=total,
+            free_bytes=free,
+            reserved_bytes=statistics["reserved_bytes.all.current"],
+            peak_bytes=statistics["reserved_bytes.all.peak"],
+        )
+
+    def forget_peak(self) -> None:
+        """See `Runtime.forget_peak`."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def close(self) -> None:
+        """See `Runtime.close`."""
+        torch.cuda.synchronize(self.device)
+        self._graph_memory = None
+        torch.cuda.empty_cache()
