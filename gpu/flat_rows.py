@@ -49,13 +49,13 @@ def flat_rows(rows: Sequence[Row], *, num_blocks: int, block_size: int) -> FlatR
     check_range(tables, num_blocks, "block", "pool")
     first_tokens = [0, *itertools.accumulate(counts)]
     first_blocks = [0, *itertools.accumulate(needed)]
-    positions = np.arange(first_tokens[-1]) + np.repeat(
-        [row.start - at for row, at in zip(rows, first_tokens, strict=False)], counts
-    )
+    shifts = np.array([row.start - at for row, at in zip(rows, first_tokens, strict=False)], np.int64)
+    positions = np.arange(first_tokens[-1]) + np.repeat(shifts, np.array(counts, np.int64))
+    first_block_of = np.repeat(np.array(first_blocks[:-1], np.int64), np.array(counts, np.int64))
     return FlatRows(
         token_ids=_flat(row.slot.token_ids[row.start : row.end] for row in rows),
         positions=positions,
-        blocks=tables[np.repeat(first_blocks[:-1], counts) + positions // block_size].astype(np.int64),
+        blocks=tables[first_block_of + positions // block_size].astype(np.int64),
         offsets=positions % block_size,
         tables=tables,
         first_tokens=first_tokens,

@@ -72,7 +72,7 @@ class GpuDecoder:
     ) -> Tensor:
         config = self.config
         heads = layer.qkv(normed).view(normed.shape[0], -1, config.head_dim)
-        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.norms.q_norm is not None and layer.norms.k_norm is not None:
             query = self._normed_heads(query, layer.norms.q_norm)
             key = self._normed_heads(key, layer.norms.k_norm)
@@ -91,7 +91,7 @@ class GpuDecoder:
         out = query.new_empty(query.shape)
         backend, inputs = attending
         backend.attend(query, cache, inputs, out)
-        return out.flatten(1)
+        return torch.flatten(out, 1)
 
     def _normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Qwen3's norm of each head of queries or keys."""

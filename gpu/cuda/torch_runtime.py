@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .runtime import DeviceMemory, Event, Graph
 
+_cuda: Any = torch.cuda
+"""Its classes have no types of their own."""
+
 
 class TorchEvent:
     """Implements `Event`. Waiting on it blocks the thread instead of spinning, and lets go of Python's lock."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Any) -> None:
         self.event = event
 
     def synchronize(self) -> None:
@@ -33,7 +37,7 @@ class TorchEvent:
 class TorchStream:
     """Implements `Stream`."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def launch(self, work: Callable[[], None]) -> None:
@@ -43,7 +47,7 @@ class TorchStream:
 
     def record(self, *, timed: bool = False) -> TorchEvent:
         """See `Stream.record`."""
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event = _cuda.Event(enable_timing=timed, blocking=True)
         event.record(self.stream)
         return TorchEvent(event)
 
@@ -62,10 +66,10 @@ class TorchRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         with torch.cuda.device(device):
-            self.compute = TorchStream(torch.cuda.Stream(device, priority=-1))
-            self.copy_out = TorchStream(torch.cuda.Stream(device))
-            self.copy_in = TorchStream(torch.cuda.Stream(device))
-        self._graph_memory = None
+            self.compute = TorchStream(_cuda.Stream(device, priority=-1))
+            self.copy_out = TorchStream(_cuda.Stream(device))
+            self.copy_in = TorchStream(_cuda.Stream(device))
+        self._graph_memory: Any = None
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Runtime.pinned`."""
@@ -76,10 +80,10 @@ class TorchRuntime:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """See `Runtime.capture`. Graphs share their memory: they never run at the same time."""
-        graph = torch.cuda.CUDAGraph()
+        graph: Graph = _cuda.CUDAGraph()
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
+        with torch.inference_mode(), _cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
             work()
         return graph
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from repertory import Engine, EngineConfig, SamplingParams
+from repertory.actors.device import DeviceOpener
 from repertory.protocol.outputs import EngineStats, RequestOutput
 
 from .prompts import Messages
@@ -46,14 +47,14 @@ class Case:
 
 
 async def run_waves(
-    config: EngineConfig, waves: Sequence[Sequence[Case]], max_tokens: int
+    config: EngineConfig, waves: Sequence[Sequence[Case]], max_tokens: int, *, open_device: DeviceOpener | None = None
 ) -> tuple[list[list[RequestOutput]], EngineStats]:
     """Send the waves one after another, the cases of each at once. The engine's books must balance after every wave.
 
     The statistics are those of the end.
     """
     outputs = []
-    async with Engine(config) as engine:
+    async with Engine(config, open_device=open_device) as engine:
         for wave in waves:
             outputs.append(await asyncio.gather(*(_finished(engine, case, max_tokens) for case in wave)))
             assert await engine.audit() == []

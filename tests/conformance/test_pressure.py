@@ -16,8 +16,12 @@ from typing import Any, Literal
 import pytest
 
 from repertory import Engine, EngineConfig, SamplingParams
+from repertory.actors.device import DeviceOpener
+from repertory.gpu.cuda.opening import open_on
 from repertory.protocol.config import PreemptionMode
 from repertory.protocol.outputs import EngineStats, RequestOutput
+from repertory.tests.gpu_cuda.lazy_runtime import LazyRuntime
+from repertory.tests.gpu_cuda.opened import TORCH_ONLY
 
 from .reference import NUM_THREADS, continuations, load_directory
 from .running import Case, difference
@@ -31,6 +35,8 @@ AMPLE, TINY, SCANT, NONE = 600, 14, 3, 0
 NUM_FITTING = 6
 """Requests of the usual size that the device's pool holds."""
 SEED = 11
+GPU = "GPU"
+"""The GPU's executor, on streams of the CPU that run as late as they may."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,16 @@ class Pressed:
             max_steps_in_flight=self.in_flight,
             max_num_batched_tokens=self.budget,
             enable_prefix_caching=self.caching,
-            attention_backend=self.backend,
+            attention_backend="torch" if self.backend == GPU else self.backend,
             log_level="warning",
         )
+
+    @property
+    def open_device(self) -> DeviceOpener | None:
+        """What opens another device than that of the configuration."""
+        if self.backend != GPU:
+            return None
+        return lambda config, model_dir: open_on(LazyRuntime(SEED), config, model_dir, facts=TORCH_ONLY)
 
 
 EVERY = [
@@ -87,6 +100,10 @@ MORE = [
     Pressed("swap", TINY, caching=False, in_flight=1),
     Pressed("swap", AMPLE, budget=7),
     Pressed("swap", AMPLE, backend="torch"),
+    Pressed("swap", AMPLE, backend=GPU),
+    Pressed("swap", TINY, caching=False, backend=GPU),
+    Pressed("auto", TINY, budget=16, backend=GPU),
+    Pressed("recompute", NONE, 1, backend=GPU),
 ]
 QUICK = {setting for setting in EVERY if setting.in_flight == 2} | set(MORE) | {Pressed("swap", AMPLE, 1)}
 
@@ -140,7 +157,8 @@ async def run_pressed(setting: Pressed, model_dir: Path, cases: Sequence[Case]) 
     """All at once; then the books must balance on both tiers."""
     lengths = sorted(case.length(NUM_TOKENS) for case in cases)
     usual = -(-lengths[len(lengths) // 2] // BLOCK_SIZE)
-    async with Engine(setting.config(model_dir, num_blocks=NUM_FITTING * usual)) as engine:
+    config = setting.config(model_dir, num_blocks=NUM_FITTING * usual)
+    async with Engine(config, open_device=setting.open_device) as engine:
         engine._company.scheduler.core.planner.reserve.blocks = lambda growth: 0  # type: ignore[method-assign]
         outputs = await asyncio.gather(*(finished(engine, case, number) for number, case in enumerate(cases)))
         stats = await engine.stats()

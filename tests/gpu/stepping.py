@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from repertory.gpu.cpu.executor import CpuExecutor
+from repertory.gpu.executor import Executor
 from repertory.protocol.ids import BlockId, Epoch, SequenceId, StepId
 from repertory.protocol.messages import BlockCopy, Fences, NewRow, RunStep, StepDone
 from repertory.protocol.sampling import SamplingParams
@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 class Stepper:
     """Keeps what a scheduler would: how far each sequence is computed, and which blocks are free."""
 
-    def __init__(self, executor: CpuExecutor) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.free = [BlockId(i) for i in range(executor.capacity.num_device_blocks)]
         random.Random(7).shuffle(self.free)

@@ -30,6 +30,8 @@ class LazyEvent:
 
     def synchronize(self) -> None:
         self._runtime.history.append(("synchronize", self.stream.name, threading.current_thread().name))
+        if self.stream is not self._runtime.compute:
+            self._runtime.copies_may_end.wait()
         self._runtime.run_until(self)
 
     def is_complete(self) -> bool:
@@ -101,6 +103,9 @@ class LazyRuntime:
         self.clock = 0.0
         self.history: list[tuple[Any, ...]] = []
         self.num_replays = 0
+        self.copies_may_end = threading.Event()
+        """While it is not set, nobody can make the device copy by waiting for a copy; steps that wait for one still do."""
+        self.copies_may_end.set()
         self._random = random.Random(seed)
         self._total_bytes = total_bytes
         self.streams = [LazyStream(self, name) for name in ("compute", "copy_out", "copy_in")]
