@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module, util
+from importlib import util
 from typing import NamedTuple
 
 import torch
@@ -84,15 +84,10 @@ def _best(needs: AttentionNeeds) -> Choice:
 
 
 def _open_triton(needs: AttentionNeeds, *, max_rows: int, num_sms: int) -> AttentionBackend:
-    backend: AttentionBackend = import_module(".triton_paged", __package__).TritonPaged(
-        num_heads=needs.num_heads,
-        num_kv_heads=needs.num_kv_heads,
-        head_dim=needs.head_dim,
-        max_rows=max_rows,
-        device=needs.device,
-        num_sms=num_sms,
-    )
-    return backend
+    from .triton_paged import HeadShape, TritonPaged
+
+    heads = HeadShape(needs.num_heads, needs.num_kv_heads, needs.head_dim)
+    return TritonPaged(heads, max_rows=max_rows, num_sms=num_sms, device=needs.device)
 
 
 def _why_not_flash3(needs: AttentionNeeds) -> str | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
+import torch
 from torch import Tensor
 
 from .contract import AttentionInputs, PagedKeysValues
@@ -38,6 +39,9 @@ class Flash2:
         self._attend_varlen = flash_attn_varlen_func
         self._attend_kvcache = flash_attn_with_kvcache
         self._starts = PerStep(chunk_starts)
+
+    def warm_up(self, cache: PagedKeysValues, dtype: torch.dtype) -> None:
+        """See `AttentionBackend.warm_up`. There is nothing to compile."""
 
     def attend(self, query: Tensor, cache: PagedKeysValues, inputs: AttentionInputs, out: Tensor) -> None:
         """See `AttentionBackend.attend`."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from importlib import util
 
+import torch
 from torch import Tensor
 
 from .contract import AttentionInputs, PagedKeysValues
@@ -33,6 +34,9 @@ class Flash3:
 
         self._attend = flash_attn_with_kvcache
         self._starts = PerStep(chunk_starts)
+
+    def warm_up(self, cache: PagedKeysValues, dtype: torch.dtype) -> None:
+        """See `AttentionBackend.warm_up`. There is nothing to compile."""
 
     def attend(self, query: Tensor, cache: PagedKeysValues, inputs: AttentionInputs, out: Tensor) -> None:
         """See `AttentionBackend.attend`."""

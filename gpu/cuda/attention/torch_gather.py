@@ -68,6 +68,9 @@ class TorchGather:
         """Which of torch's functions attends."""
         return "scaled_dot_product_attention" if self._varlen is None else "varlen_attn"
 
+    def warm_up(self, cache: PagedKeysValues, dtype: torch.dtype) -> None:
+        """See `AttentionBackend.warm_up`. There is nothing to compile."""
+
     def attend(self, query: Tensor, cache: PagedKeysValues, inputs: AttentionInputs, out: Tensor) -> None:
         """See `AttentionBackend.attend`."""
         gathering = self._gathering.of(inputs)
