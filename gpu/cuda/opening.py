@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +80,8 @@ def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
         raise ConfigError(f"device {config.device}: {reason}", key="device")
     device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
+    if config.dtype == "float32":
+        torch.set_float32_matmul_precision("highest")  # who asks for it wants it, whatever the process is set to
     properties = torch.cuda.get_device_properties(device)
     facts = DeviceFacts(
         name=properties.name,
@@ -93,19 +97,39 @@ def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
 def open_on(
     runtime: Runtime, config: EngineConfig, model_dir: Path, *, facts: DeviceFacts, watch: DeviceWatch | None = None
 ) -> GpuExecutor:
-    """Open the device of `runtime`; see `open_cuda`."""
+    """Open the device of `runtime`; see `open_cuda`. If that fails, what was taken is given back, `runtime` included."""
+    with ExitStack() as undo:
+        undo.callback(runtime.close)
+        close_watch = _nothing if watch is None else watch.close
+        undo.callback(close_watch)
+        executor = GpuExecutor(_parts(runtime, config, model_dir, facts=facts, watch=watch, undo=undo))
+        undo.pop_all()
+    return executor
+
+
+def _parts(
+    runtime: Runtime,
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    facts: DeviceFacts,
+    watch: DeviceWatch | None,
+    undo: ExitStack,
+) -> Parts:
     computing = _load(runtime, config, model_dir, facts)
     grammars = Grammars(
         model_dir / "tokenizer.json", vocab_size=computing.model.vocab_size, eos_token_ids=computing.model.eos_token_ids
     )
+    undo.callback(grammars.close)
     blocks = _num_blocks(runtime, config, computing, watch)
     pool = _pool(runtime, config, computing, num_blocks=blocks)
-    host = PinnedPool(pool, runtime, num_blocks=num_host_blocks(config, pool.block_bytes))
+    host = _host_pool(runtime, config, pool)
     runner = _runner(runtime, computing, pool)
+    runtime.synchronize()  # what was made was filled on another stream
     runtime.compute.launch(runner.warm_up)
     runtime.compute.record().synchronize()
     graphs = _graphs(runtime, config, computing, runner, captured_sizes(computing.limits.num_rows))
-    parts = Parts(
+    return Parts(
         runtime=runtime,
         pool=pool,
         host=host,
@@ -116,7 +140,14 @@ def open_on(
         watch=None if watch is None else watch.poll,
         close_watch=_nothing if watch is None else watch.close,
     )
-    return GpuExecutor(parts)
+
+
+def _host_pool(runtime: Runtime, config: EngineConfig, pool: DevicePool) -> PinnedPool:
+    try:
+        return PinnedPool(pool, runtime, num_blocks=num_host_blocks(config, pool.block_bytes))
+    except MemoryError as error:
+        key = "kv_offloading_size" if config.num_host_blocks is None else "num_host_blocks"
+        raise ConfigError(f"{key} {getattr(config, key)}: {error}", key=key) from error
 
 
 def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts) -> Computing:
@@ -147,9 +178,18 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
         glue=_open_glue(facts),
         needs=needs,
         choice=choice,
-        limits=Limits(config.token_budget, config.running_limit, -(-max_model_len // config.block_size)),
+        limits=_limits(config, max_model_len),
         facts=facts,
     )
+
+
+def _limits(config: EngineConfig, max_model_len: int) -> Limits:
+    """The largest step that a scheduler may plan: a token for each running sequence, whatever the budget is, and prompts.
+
+    Where prompts are not split, a step has one at least, however long it is.
+    """
+    budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, max_model_len)
+    return Limits(budget + config.running_limit, config.running_limit, -(-max_model_len // config.block_size))
 
 
 def _num_blocks(runtime: Runtime, config: EngineConfig, computing: Computing, watch: DeviceWatch | None) -> int:
@@ -157,14 +197,28 @@ def _num_blocks(runtime: Runtime, config: EngineConfig, computing: Computing, wa
     runtime.forget_peak()
     pool = _pool(runtime, config, computing, num_blocks=PROFILE_BLOCKS)
     runner = _runner(runtime, computing, pool)
+    runtime.synchronize()
     shape = PoolShape(PROFILE_BLOCKS, config.block_size, computing.model.vocab_size)
     run_largest_step(runner, runtime, shape)
-    graphs = _graphs(runtime, config, computing, runner, captured_sizes(computing.limits.num_rows)[-1:])
     memory = _memory(runtime, watch)
-    block_bytes = pool.block_bytes
-    del graphs, runner, pool
     runtime.forget_peak()
-    return num_device_blocks(config, memory, block_bytes)
+    graph_bytes = _graph_bytes(runtime, config, computing, runner)
+    block_bytes = pool.block_bytes
+    del runner, pool
+    runtime.forget_peak()
+    return num_device_blocks(config, memory._replace(peak_bytes=memory.peak_bytes + graph_bytes), block_bytes)
+
+
+def _graph_bytes(runtime: Runtime, config: EngineConfig, computing: Computing, runner: StepRunner) -> int:
+    """What captured steps will take: the largest one with the memory that all share, and as much as the next for each other."""
+    sizes = captured_sizes(computing.limits.num_rows)
+    free = [runtime.memory().free_bytes]
+    kept = []
+    for size in sizes[-1:-3:-1]:
+        kept.append(_graphs(runtime, config, computing, runner, [size]))
+        free.append(runtime.memory().free_bytes)
+    taken = [max(0, before - after) for before, after in pairwise(free)]
+    return sum(taken) + taken[-1] * max(0, len(sizes) - 2)
 
 
 def _memory(runtime: Runtime, watch: DeviceWatch | None) -> DeviceMemory:

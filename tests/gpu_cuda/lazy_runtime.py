@@ -141,12 +141,14 @@ class LazyRuntime:
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self._total_bytes, self._total_bytes, 0, 0)
 
-    def forget_peak(self) -> None:
-        pass
-
-    def close(self) -> None:
+    def synchronize(self) -> None:
         with self.lock:
             for stream in self.streams:
-                if stream.queue:
-                    self.run_until(stream.record())
+                self.run_until(stream.record())
+
+    def forget_peak(self) -> None:
+        self.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
         self.is_closed = True
