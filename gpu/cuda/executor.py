@@ -185,7 +185,7 @@ class GpuExecutor:
         return Launched(waited, start, end, staged, found[0])
 
     def _begin(self, step: RunStep) -> tuple[Event | None, Event]:
-        """Hold the compute stream back for the copies that `step` needs. The events before that, if there is a need, and behind."""
+        """Hold the compute stream back for the copies that `step` needs. Its ends: before (if it must be) and behind."""
         stream = self._open.runtime.compute
         asked = stream.record(timed=True)
         is_held = self._fences.hold_back(stream, replace(step.after, step=0))  # steps are in their own stream's order
