@@ -16,7 +16,7 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ..models.config import ModelConfig, load_model_config
-from ..models.weights import DecoderWeights, load_weights
+from ..models.weights import DecoderWeights, load_converted
 from ..nvml import DeviceWatch, open_watch
 from ..structured import Grammars
 from .attention.choice import Choice, choose_attention, open_attention
@@ -52,7 +52,7 @@ class DeviceFacts(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """The ways to compute that were chosen, and the model on the device."""
+    """The ways to compute that were chosen, and the model on the device. `weights` has no layers: they are in `layers`."""
 
     model: ModelConfig
     weights: DecoderWeights
@@ -66,7 +66,7 @@ class Computing(NamedTuple):
     @property
     def weights_bytes(self) -> int:
         """What the model takes on the device."""
-        return self.weights.num_bytes
+        return self.weights.num_bytes + sum(layer.num_bytes for layer in self.layers)
 
 
 def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
@@ -170,11 +170,11 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
     )
     choice = choose_attention(config.attention_backend, needs)
     _log.info(f"attention: {choice}")
-    weights = load_weights(model_dir, model, dtype=dtype, device=runtime.device)
+    weights, layers = load_converted(model_dir, model, convert=layer_matrices, dtype=dtype, device=runtime.device)
     return Computing(
         model=model,
         weights=weights,
-        layers=layer_matrices(weights),
+        layers=layers,
         glue=_open_glue(facts),
         needs=needs,
         choice=choice,
