@@ -25,9 +25,10 @@ from .available import ordinal_of, why_no_cuda
 from .decoder import GpuDecoder
 from .draws import DeviceSampler, TorchSampler, TritonSampler
 from .executor import GpuExecutor, Parts
+from .fp8 import Fp8Matrix, fp8_maker, why_no_fp8
 from .glue import Glue, TorchGlue
 from .graphs import DecodeGraphs, captured_sizes
-from .matrices import LayerMatrices, layer_matrices
+from .matrices import Dense, LayerMatrices, MakeMatrix, layer_matrices
 from .plan import PoolShape
 from .pools import DevicePool, PinnedPool
 from .profile import PROFILE_BLOCKS, run_largest_step
@@ -67,6 +68,14 @@ class Computing(NamedTuple):
     def weights_bytes(self) -> int:
         """What the model takes on the device."""
         return self.weights.num_bytes + sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def dtypes(self) -> str:
+        """What it computes in, in words: "bfloat16, fp8 weights"."""
+        words = [str(self.needs.dtype).removeprefix("torch.")]
+        if any(isinstance(layer.qkv, Fp8Matrix) for layer in self.layers):
+            words.append("fp8 weights")
+        return ", ".join(words)
 
 
 def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
@@ -158,6 +167,7 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
             f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings}", key="max_model_len"
         )
     dtype = _dtype(config, facts)
+    _refuse_fp8(config, facts)
     needs = AttentionNeeds(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -170,7 +180,10 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
     )
     choice = choose_attention(config.attention_backend, needs)
     _log.info(f"attention: {choice}")
-    weights, layers = load_converted(model_dir, model, convert=layer_matrices, dtype=dtype, device=runtime.device)
+    make = _make_matrix(config, facts)
+    weights, layers = load_converted(
+        model_dir, model, convert=lambda layer: layer_matrices(layer, make), dtype=dtype, device=runtime.device
+    )
     return Computing(
         model=model,
         weights=weights,
@@ -266,6 +279,18 @@ def _graphs(
     return DecodeGraphs(runtime, sizes, lambda num_rows: runner.launch_decode(num_rows, longest))
 
 
+def _refuse_fp8(config: EngineConfig, facts: DeviceFacts) -> None:
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(config, key) == "fp8" and (reason := why_no_fp8(facts.capability)) is not None:
+            raise ConfigError(f"{key}: {reason}", key=key)
+
+
+def _make_matrix(config: EngineConfig, facts: DeviceFacts) -> MakeMatrix:
+    if config.quantization is None:
+        return Dense
+    return fp8_maker(is_gpu=facts.capability is not None, has_triton=facts.has_triton)
+
+
 def _open_glue(facts: DeviceFacts) -> Glue:
     if not facts.has_triton:
         return TorchGlue()
@@ -288,10 +313,9 @@ def _dtype(config: EngineConfig, facts: DeviceFacts) -> torch.dtype:
 
 
 def _capacity(config: EngineConfig, computing: Computing, pool: DevicePool, host: PinnedPool, *, name: str) -> Capacity:
-    dtype = str(computing.needs.dtype).removeprefix("torch.")
     out_rate, in_rate = host.measure()
     return Capacity(
-        device=f"{name} ({dtype}, attention {computing.choice})",
+        device=f"{name} ({computing.dtypes}, attention {computing.choice})",
         num_device_blocks=pool.blocks.shape[0],
         num_host_blocks=host.blocks.shape[0],
         block_size=config.block_size,
