@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,15 +23,16 @@ from ..structured import Grammars
 from .attention.choice import Choice, choose_attention, open_attention
 from .attention.needs import AttentionNeeds
 from .available import ordinal_of, why_no_cuda
+from .calibration import measure_scales, prompt_len
 from .decoder import GpuDecoder
 from .draws import DeviceSampler, TorchSampler, TritonSampler
 from .executor import GpuExecutor, Parts
-from .fp8 import Fp8Matrix, fp8_maker, why_no_fp8
+from .fp8 import FP8, Fp8Matrix, fp8_maker, why_no_fp8
 from .glue import Glue, TorchGlue
 from .graphs import DecodeGraphs, captured_sizes
 from .matrices import Dense, LayerMatrices, MakeMatrix, layer_matrices
 from .plan import PoolShape
-from .pools import DevicePool, PinnedPool
+from .pools import DevicePool, KvScales, PinnedPool
 from .profile import PROFILE_BLOCKS, run_largest_step
 from .runtime import DeviceMemory, Runtime
 from .sizing import num_device_blocks, num_host_blocks
@@ -63,6 +65,7 @@ class Computing(NamedTuple):
     choice: Choice
     limits: Limits
     facts: DeviceFacts
+    kv_scales: list[KvScales] | None = None
 
     @property
     def weights_bytes(self) -> int:
@@ -71,10 +74,12 @@ class Computing(NamedTuple):
 
     @property
     def dtypes(self) -> str:
-        """What it computes in, in words: "bfloat16, fp8 weights"."""
+        """What it computes in, in words: "bfloat16, fp8 weights, fp8 KV"."""
         words = [str(self.needs.dtype).removeprefix("torch.")]
         if any(isinstance(layer.qkv, Fp8Matrix) for layer in self.layers):
             words.append("fp8 weights")
+        if self.needs.kv_dtype == FP8:
+            words.append("fp8 KV")
         return ", ".join(words)
 
 
@@ -126,6 +131,8 @@ def _parts(
     undo: ExitStack,
 ) -> Parts:
     computing = _load(runtime, config, model_dir, facts)
+    if computing.needs.kv_dtype != computing.needs.dtype:
+        computing = computing._replace(kv_scales=_kv_scales(runtime, config, computing))
     grammars = Grammars(
         model_dir / "tokenizer.json", vocab_size=computing.model.vocab_size, eos_token_ids=computing.model.eos_token_ids
     )
@@ -174,7 +181,7 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
         head_dim=model.head_dim,
         block_size=config.block_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else FP8,
         device=runtime.device,
         capability=facts.capability,
     )
@@ -250,7 +257,18 @@ def _pool(runtime: Runtime, config: EngineConfig, computing: Computing, *, num_b
         block_size=config.block_size,
         dtype=computing.needs.kv_dtype,
         device=runtime.device,
+        scales=computing.kv_scales,
     )
+
+
+def _kv_scales(runtime: Runtime, config: EngineConfig, computing: Computing) -> list[KvScales]:
+    """Run the model on a pool of its own dtype, to see what a float8 one has to hold."""
+    computing = computing._replace(needs=replace(computing.needs, kv_dtype=computing.needs.dtype))
+    num_blocks = -(-prompt_len(computing.limits, config.block_size) // config.block_size)
+    pool = _pool(runtime, config, computing, num_blocks=num_blocks)
+    runner = _runner(runtime, computing, pool)
+    runtime.synchronize()  # what was made was filled on another stream
+    return measure_scales(runtime, runner, pool, vocab_size=computing.model.vocab_size)
 
 
 def _runner(runtime: Runtime, computing: Computing, pool: DevicePool) -> StepRunner:
