@@ -12,29 +12,13 @@ from torch import Tensor
 
 from ..fp8 import FP8, LARGEST, SMALLEST_SCALE, padded
 from .launch import INTERPRETED, Variant
+from .rope import as_stored
 
 _TILE = 1024
 """Elements a program takes at least, in as many rows as that needs."""
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-
-
-@triton.jit
-def _e4m3_bits(x):
-    """`x` float32, at most 448 in size, as float8_e4m3fn, rounded to the nearest and then to the even one, in a uint8.
-
-    For the interpreter alone, whose own conversion loses the carry out of the mantissa, small numbers and NaN.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-    # Next to this number float32 has steps as wide as float8 has them next to x, so adding it rounds.
-    coarse = tl.maximum(power, 0.015625) * 1572864.0
-    size = (tl.abs(x) + coarse) - coarse
-    small = (tl.minimum(size, 1.0) * 512.0).to(tl.int32)
-    normal = (size.to(tl.int32, bitcast=True) >> 20) - ((127 - 7) << 3)
-    code = tl.where(x != x, 0x7F, tl.where(size < 0.015625, small, normal))
-    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
 
 
 @triton.jit
@@ -49,9 +33,7 @@ def quantize_rows_kernel(
     wide = tl.load(x + rows * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     # A maximum that overlooks NaN will do: the element itself stays NaN.
     scale = tl.maximum(tl.max(tl.abs(wide), axis=1) / _LARGEST, _SMALLEST_SCALE)[:, None]
-    divided = tl.clamp(wide / scale, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    stored = _e4m3_bits(divided).to(tl.float8e4nv, bitcast=True) if INTERPRETED else divided.to(tl.float8e4nv)
-    tl.store(elements + rows * width + columns, stored, mask=is_inside)
+    tl.store(elements + rows * width + columns, as_stored(wide, scale, tl.float8e4nv, INTERPRETED), mask=is_inside)
     tl.store(scales + rows, scale, mask=rows < num_rows)
 
 
