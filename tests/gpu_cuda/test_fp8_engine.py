@@ -260,6 +260,7 @@ def test_chunks_and_neighbours_do_not_change_what_is_drawn(tiny_model: Path, set
     executor.close()
 
 
+@pytest.mark.usefixtures("quick_interpreter")
 def test_the_kernels_and_captured_steps_draw_what_torch_draws(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "NUM_PROMPTS", 1)  # the interpreter is slow
     monkeypatch.setattr(calibration, "PROMPT_LEN", 24)
