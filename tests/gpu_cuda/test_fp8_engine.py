@@ -71,7 +71,8 @@ def expected(tiny_model: Path) -> Tensor:
 
 # The tiny model's weights are wide and random, so its attention is sharp and its logits lie close together: it takes
 # rounding worse than a trained model does. Measured, of 277 tokens: mean error, worst error, agreement
-#     weights 0.193, 0.579, 0.675; KV 0.096, 0.323, 0.845; both 0.213, 0.564, 0.664; both in bfloat16 0.220, 0.545, 0.690.
+#     weights 0.193, 0.579, 0.675; KV 0.096, 0.323, 0.845; both 0.213, 0.564, 0.664; both in bfloat16 0.220, 0.545, 0.690;
+#     bfloat16 alone 0.024, 0.073, 0.964.
 @pytest.mark.parametrize(
     ("settings", "mean_error", "worst_error", "agrees"),
     [
@@ -100,22 +101,17 @@ def test_the_comparison_would_notice_a_wrong_scale(tiny_model: Path, expected: T
 @pytest.mark.slow
 def test_the_demo_models_logits_stay_close(demo_model: Path) -> None:
     prompts = [Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(text).ids for text in TEXTS]
-    settings = {
-        "block_size": 16,
-        "num_device_blocks": 32,
-        "num_host_blocks": 0,
-        "max_num_batched_tokens": 128,
-        "max_num_seqs": 2,
-    }
-    expected = all_logits(demo_model, prompts, **settings)
-    # Measured, of 205 tokens: mean error, agreement. For comparison: bfloat16 alone 0.020, 0.976.
-    for more, mean_error, agrees in ((WEIGHTS, 0.17, 0.9), (KV, 0.09, 0.9), (BOTH, 0.19, 0.88)):
-        found = all_logits(demo_model, prompts, **settings, **more)
-        changed = found.argmax(dim=1) != expected.argmax(dim=1)
-        first, second = expected.topk(2).values.unbind(dim=1)
+    shape = {"block_size": 16, "num_device_blocks": 32, "num_host_blocks": 0, "max_num_batched_tokens": 128, "max_num_seqs": 3}
+    expected = all_logits(demo_model, prompts, chunk=40, **shape)
+    first, second = expected.topk(2).values.unbind(dim=1)
+    # Measured, of 205 tokens: mean error, agreement, and the largest gap between the two best logits of a token that changed
+    #     bfloat16 0.020, 0.976, 0.2; weights 0.124, 0.937, 1.0; KV 0.063, 0.937, 0.6; both 0.140, 0.917, 1.8.
+    for more, mean_error, agrees in ((WEIGHTS, 0.17, 0.9), (KV, 0.09, 0.9), (BOTH, 0.19, 0.87)):
+        found = all_logits(demo_model, prompts, chunk=40, **shape, **more)
         assert relative_errors(found, expected).mean() < mean_error
         assert agreement(found, expected) > agrees
-        assert float((first - second)[changed].max()) < 2.5
+        has_changed = found.argmax(dim=1) != expected.argmax(dim=1)
+        assert float((first - second)[has_changed].max()) < 3
 
 
 # ---- scales of the pool -------------------------------------------------------------------------
@@ -263,15 +259,15 @@ def test_chunks_and_neighbours_do_not_change_what_is_drawn(tiny_model: Path, set
 @pytest.mark.usefixtures("quick_interpreter")
 def test_the_kernels_and_captured_steps_draw_what_torch_draws(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "NUM_PROMPTS", 1)  # the interpreter is slow
-    monkeypatch.setattr(calibration, "PROMPT_LEN", 24)
+    monkeypatch.setattr(calibration, "PROMPT_LEN", 8)
     found = []
     for triton in (True, False):
-        executor, runtime = open_late(tiny_model, triton=triton, max_num_batched_tokens=24, max_num_seqs=3, **BOTH)
+        executor, runtime = open_late(tiny_model, triton=triton, max_num_batched_tokens=12, max_num_seqs=2, **BOTH)
         before = runtime.num_replays
         stepper = Stepper(executor)
-        for n in (0, 1, 3):
-            stepper.add(n, PROMPTS[n][:20])
-        found.append((stepper.run(5, chunk=8), scales_of(executor)))
+        for n in (0, 1):
+            stepper.add(n, PROMPTS[n][:9])
+        found.append((stepper.run(4, chunk=6), scales_of(executor)))
         assert (runtime.num_replays > before) == triton
         executor.close()
     (tokens, scales), (expected_tokens, expected) = found
