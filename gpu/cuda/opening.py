@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -16,20 +17,22 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ..models.config import ModelConfig, load_model_config
-from ..models.weights import DecoderWeights, load_weights
+from ..models.weights import DecoderWeights, load_converted
 from ..nvml import DeviceWatch, open_watch
 from ..structured import Grammars
 from .attention.choice import Choice, choose_attention, open_attention
 from .attention.needs import AttentionNeeds
 from .available import ordinal_of, why_no_cuda
+from .calibration import measure_scales, prompt_len
 from .decoder import GpuDecoder
 from .draws import DeviceSampler, TorchSampler, TritonSampler
 from .executor import GpuExecutor, Parts
+from .fp8 import FP8, Fp8Matrix, fp8_maker, why_no_fp8
 from .glue import Glue, TorchGlue
 from .graphs import DecodeGraphs, captured_sizes
-from .matrices import LayerMatrices, layer_matrices
+from .matrices import Dense, LayerMatrices, MakeMatrix, layer_matrices
 from .plan import PoolShape
-from .pools import DevicePool, PinnedPool
+from .pools import DevicePool, KvScales, PinnedPool
 from .profile import PROFILE_BLOCKS, run_largest_step
 from .runtime import DeviceMemory, Runtime
 from .sizing import num_device_blocks, num_host_blocks
@@ -52,7 +55,7 @@ class DeviceFacts(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """The ways to compute that were chosen, and the model on the device."""
+    """The ways to compute that were chosen, and the model on the device. `weights` has no layers: they are in `layers`."""
 
     model: ModelConfig
     weights: DecoderWeights
@@ -62,11 +65,22 @@ class Computing(NamedTuple):
     choice: Choice
     limits: Limits
     facts: DeviceFacts
+    kv_scales: list[KvScales] | None = None
 
     @property
     def weights_bytes(self) -> int:
         """What the model takes on the device."""
-        return self.weights.num_bytes
+        return self.weights.num_bytes + sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def dtypes(self) -> str:
+        """What it computes in, in words: "bfloat16, fp8 weights, fp8 KV"."""
+        words = [str(self.needs.dtype).removeprefix("torch.")]
+        if any(isinstance(layer.qkv, Fp8Matrix) for layer in self.layers):
+            words.append("fp8 weights")
+        if self.needs.kv_dtype == FP8:
+            words.append("fp8 KV")
+        return ", ".join(words)
 
 
 def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
@@ -117,6 +131,8 @@ def _parts(
     undo: ExitStack,
 ) -> Parts:
     computing = _load(runtime, config, model_dir, facts)
+    if computing.needs.kv_dtype != computing.needs.dtype:
+        computing = computing._replace(kv_scales=_kv_scales(runtime, config, computing))
     grammars = Grammars(
         model_dir / "tokenizer.json", vocab_size=computing.model.vocab_size, eos_token_ids=computing.model.eos_token_ids
     )
@@ -158,23 +174,27 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
             f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings}", key="max_model_len"
         )
     dtype = _dtype(config, facts)
+    _refuse_fp8(config, facts)
     needs = AttentionNeeds(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else FP8,
         device=runtime.device,
         capability=facts.capability,
     )
     choice = choose_attention(config.attention_backend, needs)
     _log.info(f"attention: {choice}")
-    weights = load_weights(model_dir, model, dtype=dtype, device=runtime.device)
+    make = _make_matrix(config, facts)
+    weights, layers = load_converted(
+        model_dir, model, convert=lambda layer: layer_matrices(layer, make), dtype=dtype, device=runtime.device
+    )
     return Computing(
         model=model,
         weights=weights,
-        layers=layer_matrices(weights),
+        layers=layers,
         glue=_open_glue(facts),
         needs=needs,
         choice=choice,
@@ -237,7 +257,18 @@ def _pool(runtime: Runtime, config: EngineConfig, computing: Computing, *, num_b
         block_size=config.block_size,
         dtype=computing.needs.kv_dtype,
         device=runtime.device,
+        scales=computing.kv_scales,
     )
+
+
+def _kv_scales(runtime: Runtime, config: EngineConfig, computing: Computing) -> list[KvScales]:
+    """Run the model on a pool of its own dtype, to see what a float8 one has to hold."""
+    computing = computing._replace(needs=replace(computing.needs, kv_dtype=computing.needs.dtype))
+    num_blocks = -(-prompt_len(computing.limits, config.block_size) // config.block_size)
+    pool = _pool(runtime, config, computing, num_blocks=num_blocks)
+    runner = _runner(runtime, computing, pool)
+    runtime.synchronize()  # what was made was filled on another stream
+    return measure_scales(runtime, runner, pool, vocab_size=computing.model.vocab_size)
 
 
 def _runner(runtime: Runtime, computing: Computing, pool: DevicePool) -> StepRunner:
@@ -266,6 +297,18 @@ def _graphs(
     return DecodeGraphs(runtime, sizes, lambda num_rows: runner.launch_decode(num_rows, longest))
 
 
+def _refuse_fp8(config: EngineConfig, facts: DeviceFacts) -> None:
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(config, key) == "fp8" and (reason := why_no_fp8(facts.capability)) is not None:
+            raise ConfigError(f"{key}: {reason}", key=key)
+
+
+def _make_matrix(config: EngineConfig, facts: DeviceFacts) -> MakeMatrix:
+    if config.quantization is None:
+        return Dense
+    return fp8_maker(is_gpu=facts.capability is not None, has_triton=facts.has_triton)
+
+
 def _open_glue(facts: DeviceFacts) -> Glue:
     if not facts.has_triton:
         return TorchGlue()
@@ -288,10 +331,9 @@ def _dtype(config: EngineConfig, facts: DeviceFacts) -> torch.dtype:
 
 
 def _capacity(config: EngineConfig, computing: Computing, pool: DevicePool, host: PinnedPool, *, name: str) -> Capacity:
-    dtype = str(computing.needs.dtype).removeprefix("torch.")
     out_rate, in_rate = host.measure()
     return Capacity(
-        device=f"{name} ({dtype}, attention {computing.choice})",
+        device=f"{name} ({computing.dtypes}, attention {computing.choice})",
         num_device_blocks=pool.blocks.shape[0],
         num_host_blocks=host.blocks.shape[0],
         block_size=config.block_size,

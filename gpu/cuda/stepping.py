@@ -83,6 +83,7 @@ class StepRunner:
                 "copies": Section((3, _COPIES_PER_ROW * rows), torch.int64),
             },
         )
+        self._staging.tensors["context_lens"].fill_(1)  # of what is captured before there was a step: no row has no key
         self._draws = [DrawParameters(host["draws"]) for host in self._staging.hosts]
         self._tables = StagedTables(runtime, max_rows=rows, max_width=limits.table_width)
         self._outcome = torch.zeros((2, rows), dtype=torch.int32, device=runtime.device)
