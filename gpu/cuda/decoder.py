@@ -58,6 +58,11 @@ class GpuDecoder:
             normed = glue.add_rms_norm(output, residual, next_norm, eps)
         return normed
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and logits."""
+        return self._embedding.dtype
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocab_size] of rows of `hidden`, in its dtype."""
         return F.linear(hidden, self._lm_head)

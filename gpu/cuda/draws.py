@@ -20,7 +20,8 @@ from ..sampling import GREEDY_BELOW, SamplingRow, sample, seeds_of
 NO_TOP_K = 2**31 - 1
 """What stands for a top-k that is off: no vocabulary is larger."""
 
-_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+_MAX_TEMPERATURE = 1e36
+"""Largest that the kernels are given: it has an inverse in float32, and all weights are 1 long before."""
 
 
 class Status(IntEnum):
@@ -71,7 +72,6 @@ class DrawParameters:
         mine = [rows[i] for i in drawn]
         params = [row.params for row in mine]
         seeds, sequences, positions = seeds_of(mine)
-        # As float32 it must stay a number: all weights are 1 long before its end.
         self._floats[Column.TEMPERATURE, drawn] = [min(one.temperature, _MAX_TEMPERATURE) for one in params]
         self._floats[Column.MIN_P, drawn] = [one.min_p for one in params]
         self._floats[Column.TOP_P, drawn] = [one.top_p for one in params]
@@ -102,13 +102,15 @@ class TritonSampler:
     def __init__(
         self, *, max_rows: int, vocab_size: int, device: torch.device, part: int = 4096, max_candidates: int = 4096
     ) -> None:
-        """Memory for `max_rows` rows. `part` tokens are a program's share, `max_candidates` those a filter is sure to be quick for.
+        """Memory for `max_rows` rows: 32 KiB each, and some more with the size of the vocabulary.
 
-        Both are powers of two; other sizes than these are for tests.
+        A program takes `part` tokens of a row; of up to `max_candidates` tokens top-k and top-p are sure to be quick. Both are
+        powers of two; other sizes than these are for tests.
         """
-        from .kernels import sampling
+        from .kernels import sampling, sampling_filters
 
         self._kernels: Any = sampling
+        self._draw_filtered: Any = sampling_filters.draw_filtered
         self._vocab_size = vocab_size
         self._part = part
         self._num_parts = -(-vocab_size // part)
@@ -130,9 +132,10 @@ class TritonSampler:
         self._check(logits, num_rows)
         if num_rows == 0:
             return
-        kernels, stride, vocab, max_rows = self._kernels, logits.stride(0), self._vocab_size, parameters.shape[1]
+        kernels, stride, vocab, max_rows = self._kernels, logits.stride(0), self._vocab_size, parameters.stride(0)
         parts, levels, room = self._maxima.shape[1], kernels.LEVELS, self._candidates.shape[1]
-        found = (self._candidates, self._candidate_ids, self._num_candidates)
+        # Candidates are logits, of their type; the memory is that of the widest.
+        found = (self._candidates.view(logits.dtype), self._candidate_ids, self._num_candidates)
         pieces = (num_rows, self._num_parts)
         common = {"PARTS": parts, "num_warps": kernels.NUM_WARPS}
         kernels.find_maxima[pieces](logits, self._maxima, self._max_ids, stride, vocab, PART=self._part, **common)
@@ -144,7 +147,7 @@ class TritonSampler:
             logits, parameters, self._maxima, self._max_ids, self._counts, self._masses, *found, tokens, statuses,
             stride, vocab, max_rows, PART=self._part, LEVELS=levels, CANDIDATES=room, **common,
         )  # fmt: skip
-        kernels.draw_filtered[(num_rows,)](
+        self._draw_filtered[(num_rows,)](
             logits, parameters, self._maxima, self._counts, self._masses, *found, tokens,
             stride, vocab, max_rows, LEVELS=levels, CANDIDATES=room, **common,
         )  # fmt: skip
@@ -178,7 +181,9 @@ def _rows_of(parameters: Tensor) -> list[SamplingRow]:
     columns = integers.view(np.float64)[: Column.TOP_K].tolist() + integers[Column.TOP_K :].tolist()
     return [
         SamplingRow(
-            SamplingParams(temperature=temperature, min_p=min_p, top_p=top_p if temperature else 1.0, top_k=top_k, seed=seed),
+            SamplingParams(
+                temperature=temperature, min_p=min_p, top_p=top_p, top_k=0 if top_k == NO_TOP_K else top_k, seed=seed
+            ),
             sequence,
             position,
         )

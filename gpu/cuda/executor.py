@@ -38,7 +38,7 @@ from ..sampling import Sampled, SamplingRow, sample
 from ..slots import Row, SlotTable
 from ..structured import Grammars
 from .fences import EventFences
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, is_better_shared
 from .plan import UNKNOWN, GpuPlan, PoolShape, make_plan
 from .pools import DevicePool, PinnedPool
 from .runtime import Event, Runtime
@@ -138,7 +138,7 @@ class GpuExecutor:
     def _launch_ahead(self, step: RunStep, plan: GpuPlan, draws: list[SamplingRow]) -> Launched:
         """Launch a step of which the host needs nothing but the tokens it draws."""
         parts, runner = self._open, self._open.runner
-        size = parts.graphs.size_for(len(plan.rows)) if parts.graphs and plan.is_pure_decode and not plan.runs else None
+        size = self._captured_size(plan)
         staged = runner.stage(self._turn, plan, draws, step.copies, padded_to=size or 0)
         inputs = runner.inputs(plan)
 
@@ -155,6 +155,13 @@ class GpuExecutor:
         start = parts.runtime.compute.record(timed=True)
         parts.runtime.compute.launch(work)
         return Launched(start, parts.runtime.compute.record(timed=True), staged, None)
+
+    def _captured_size(self, plan: GpuPlan) -> int | None:
+        """The captured step that `plan` runs in; None: it is launched one by one."""
+        graphs, pool = self._open.graphs, self._open.pool
+        if graphs is None or not plan.is_pure_decode or is_better_shared(plan.runs, pool.key_bytes):
+            return None
+        return graphs.size_for(len(plan.rows))
 
     def _launch_waiting(self, step: RunStep, plan: GpuPlan, draws: list[SamplingRow]) -> Launched:
         """Run a step of which the host needs the logits, or has a say in them."""

@@ -16,7 +16,10 @@ class Glue(Protocol):
     """The operations of a decoder that are not matrix products or attention. None waits for the device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension of `x` [rows, width], in float32. Returns a new tensor."""
+        """Root mean square norm over the last dimension of `x`, in float32. Returns a new tensor.
+
+        `x` is [rows, width], or [tokens, heads, width] of a fused projection.
+        """
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,7 +104,7 @@ class TorchGlue:
         places = (slots[written] // block_size, slots[written] % block_size)
         turned = rotate(key, cos, sin)
         for target, source, scale in ((keys, turned, key_scale), (values, value, value_scale)):
-            target.index_put_(places, _as_stored(source[written], target.dtype, scale))
+            _bits(target).index_put_(places, _bits(_as_stored(source[written], target.dtype, scale)))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Glue.silu_mul`."""
@@ -116,11 +119,11 @@ class TorchGlue:
 
     def gather_blocks(self, pool: Tensor, blocks: Tensor, out: Tensor) -> None:
         """See `Glue.gather_blocks`."""
-        torch.index_select(pool, 0, blocks, out=out)
+        torch.index_select(_bits(pool), 0, blocks, out=_bits(out))
 
     def scatter_blocks(self, pool: Tensor, blocks: Tensor, source: Tensor) -> None:
         """See `Glue.scatter_blocks`."""
-        pool.index_copy_(0, blocks, source)
+        _bits(pool).index_copy_(0, blocks, _bits(source))
 
 
 def _as_stored(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -129,3 +132,8 @@ def _as_stored(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return values
     limit = torch.finfo(dtype).max
     return (values.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """`values`, or a view of them that torch can index: of float8 it does not know how to on every device."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values

@@ -1,7 +1,8 @@
 """Decode steps recorded once for some numbers of rows, and run again by one call instead of hundreds.
 
 A step of n decode rows runs in the smallest captured one that has room; rows left over compute something that nobody
-reads and write nothing. Captured steps know no shared prefixes.
+reads and write nothing. Captured steps know no shared prefixes: where sharing saves more than launching one by one costs,
+a step is not taken from here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,18 @@ from collections.abc import Callable, Sequence
 from .runtime import Graph, Runtime
 
 LARGEST = 512
+
+EAGER_COSTS_BYTES = 1 << 30
+"""What launching a layer one by one takes longer than replaying it, some 200 us, in bytes that a GPU's cache delivers in
+that time. Reasoned, not measured."""
+
+
+def is_better_shared(runs: Sequence[tuple[Sequence[int], int]], key_bytes: int) -> bool:
+    """Whether decode rows with common prefixes, (rows, keys) each, are better launched one by one with those attended once.
+
+    `key_bytes` are those of a key and its value in all KV heads of a layer: what each row but the first would not read.
+    """
+    return sum((len(members) - 1) * num_keys for members, num_keys in runs) * key_bytes > EAGER_COSTS_BYTES
 
 
 def captured_sizes(max_rows: int) -> list[int]:

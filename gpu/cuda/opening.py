@@ -102,6 +102,8 @@ def open_on(
     pool = _pool(runtime, config, computing, num_blocks=blocks)
     host = PinnedPool(pool, runtime, num_blocks=num_host_blocks(config, pool.block_bytes))
     runner = _runner(runtime, computing, pool)
+    runtime.compute.launch(runner.warm_up)
+    runtime.compute.record().synchronize()
     graphs = _graphs(runtime, config, computing, runner, captured_sizes(computing.limits.num_rows))
     parts = Parts(
         runtime=runtime,

@@ -45,6 +45,11 @@ class DevicePool:
         """Bytes of one block over all layers."""
         return self.blocks[:1].nbytes
 
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a token's key and value in all heads of one layer."""
+        return self.blocks[0, 0, :, 0].nbytes
+
     def copy(self, columns: Tensor, batches: Sequence[tuple[int, int]], glue: Glue) -> None:
         """Launch copies of the leading slots of blocks, all layers.
 

@@ -130,6 +130,10 @@ class StepRunner:
             if count > limit:
                 raise ValueError(f"a step of {count} {what}; this device was opened for {limit}")
 
+    def warm_up(self) -> None:
+        """Get ready for every kind of step, in a stream's `launch`. Reads and writes block 0 at most."""
+        self.attention.warm_up(self._pool.caches[0], self._decoder.dtype)
+
     # ---- in the compute stream ------------------------------------------------------------------
 
     def launch_inputs(self, staged: Staged) -> None:

@@ -70,13 +70,20 @@ class TorchRuntime:
             self.copy_out = TorchStream(_cuda.Stream(device))
             self.copy_in = TorchStream(_cuda.Stream(device))
         self._graph_memory: Any = None
+        self._pinned: list[Tensor] = []
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Runtime.pinned`."""
-        try:
-            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            raise MemoryError(f"the host has no page-locked memory for {tuple(shape)} of {dtype}: {error}") from error
+        """See `Runtime.pinned`. Lives until `close`.
+
+        Registered with CUDA rather than taken from torch's allocator of pinned memory, which rounds up to a power of two.
+        """
+        memory = torch.empty(tuple(shape), dtype=dtype)
+        if memory.nbytes:
+            status = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            if status != 0:
+                raise MemoryError(f"the host cannot page-lock {memory.nbytes / 2**30:.2f} GiB (CUDA error {status})")
+            self._pinned.append(memory)
+        return memory
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """See `Runtime.capture`. Graphs share their memory: they never run at the same time."""
@@ -107,5 +114,7 @@ class TorchRuntime:
     def close(self) -> None:
         """See `Runtime.close`."""
         torch.cuda.synchronize(self.device)
+        while self._pinned:
+            _cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._graph_memory = None
         torch.cuda.empty_cache()

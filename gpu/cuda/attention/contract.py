@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -84,5 +85,12 @@ class AttentionBackend(Protocol):
 
         Scores are scaled by head_dim ** -0.5; `num_heads` is a multiple of the pool's. Launches on the current stream
         and does not wait for it. What lies in the pool beyond a row's context is not read into its result, NaN included.
+        """
+        ...
+
+    def warm_up(self, cache: PagedKeysValues, dtype: torch.dtype) -> None:
+        """Get ready for whatever steps over `cache` may need, for queries of `dtype`: compile now what would be compiled then.
+
+        Launches on the current stream; reads block 0 at most, and drops what it computes.
         """
         ...
