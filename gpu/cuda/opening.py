@@ -147,9 +147,21 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
         glue=_open_glue(facts),
         needs=needs,
         choice=choice,
-        limits=Limits(config.token_budget, config.running_limit, -(-max_model_len // config.block_size)),
+        limits=_limits(config, max_model_len),
         facts=facts,
     )
+
+
+def _limits(config: EngineConfig, max_model_len: int) -> Limits:
+    """The largest step that the scheduler may send: its budget is for prefills, and decodes get their tokens in any case.
+
+    Where chunks are off, one prefill longer than the budget runs whole, beside the decodes.
+    """
+    num_rows = config.running_limit
+    num_tokens = max(config.token_budget, num_rows)
+    if not config.enable_chunked_prefill:
+        num_tokens = max(num_tokens, max_model_len + num_rows - 1)
+    return Limits(num_tokens, num_rows, -(-max_model_len // config.block_size))
 
 
 def _num_blocks(runtime: Runtime, config: EngineConfig, computing: Computing, watch: DeviceWatch | None) -> int:
