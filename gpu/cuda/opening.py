@@ -6,7 +6,7 @@ import logging
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,6 +35,13 @@ from .stepping import Limits, StepRunner
 from .torch_runtime import TorchRuntime
 
 _log = logging.getLogger(__name__)
+
+
+class LoadWeights(Protocol):
+    """What `load_weights` is."""
+
+    def __call__(self, directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights: ...
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -79,22 +86,33 @@ def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
     device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
-    facts = DeviceFacts(
+    uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
+    watch = open_watch(ordinal, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), uuid=uuid)
+    return open_on(TorchRuntime(device), config, model_dir, facts=facts_of(device), watch=watch)
+
+
+def facts_of(device: torch.device) -> DeviceFacts:
+    """What CUDA says of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
         name=properties.name,
         capability=(properties.major, properties.minor),
         num_multiprocessors=properties.multi_processor_count,
         has_triton=find_spec("triton") is not None,
     )
-    uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
-    watch = open_watch(ordinal, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), uuid=uuid)
-    return open_on(TorchRuntime(device), config, model_dir, facts=facts, watch=watch)
 
 
 def open_on(
-    runtime: Runtime, config: EngineConfig, model_dir: Path, *, facts: DeviceFacts, watch: DeviceWatch | None = None
+    runtime: Runtime,
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    facts: DeviceFacts,
+    watch: DeviceWatch | None = None,
+    load: LoadWeights = load_weights,
 ) -> GpuExecutor:
-    """Open the device of `runtime`; see `open_cuda`."""
-    computing = _load(runtime, config, model_dir, facts)
+    """Open the device of `runtime`; see `open_cuda`. `load` brings the weights, where they are not in `model_dir`."""
+    computing = _load(runtime, config, model_dir, facts, load)
     grammars = Grammars(
         model_dir / "tokenizer.json", vocab_size=computing.model.vocab_size, eos_token_ids=computing.model.eos_token_ids
     )
@@ -119,7 +137,7 @@ def open_on(
     return GpuExecutor(parts)
 
 
-def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts) -> Computing:
+def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts, load: LoadWeights) -> Computing:
     model = load_model_config(model_dir, max_model_len=config.max_model_len)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -139,7 +157,7 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
     )
     choice = choose_attention(config.attention_backend, needs)
     _log.info(f"attention: {choice}")
-    weights = load_weights(model_dir, model, dtype=dtype, device=runtime.device)
+    weights = load(model_dir, model, dtype=dtype, device=runtime.device)
     return Computing(
         model=model,
         weights=weights,
