@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,7 +19,7 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ..models.config import ModelConfig, load_model_config
-from ..models.weights import DecoderWeights, load_converted
+from ..models.weights import DecoderWeights, LayerWeights, load_converted
 from ..nvml import DeviceWatch, open_watch
 from ..structured import Grammars
 from .attention.choice import Choice, choose_attention, open_attention
@@ -40,6 +42,21 @@ from .stepping import Limits, StepRunner
 from .torch_runtime import TorchRuntime
 
 _log = logging.getLogger(__name__)
+
+
+class LoadModel(Protocol):
+    """What `load_converted` is."""
+
+    def __call__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        convert: Callable[[LayerWeights], LayerMatrices],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[DecoderWeights, list[LayerMatrices]]: ...
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,26 +114,41 @@ def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
     if config.dtype == "float32":
         torch.set_float32_matmul_precision("highest")  # who asks for it wants it, whatever the process is set to
     properties = torch.cuda.get_device_properties(device)
-    facts = DeviceFacts(
+    uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
+    watch = open_watch(ordinal, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), uuid=uuid)
+    return open_on(TorchRuntime(device), config, model_dir, facts=facts_of(device), watch=watch)
+
+
+def facts_of(device: torch.device) -> DeviceFacts:
+    """What CUDA says of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
         name=properties.name,
         capability=(properties.major, properties.minor),
         num_multiprocessors=properties.multi_processor_count,
         has_triton=find_spec("triton") is not None,
     )
-    uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
-    watch = open_watch(ordinal, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), uuid=uuid)
-    return open_on(TorchRuntime(device), config, model_dir, facts=facts, watch=watch)
 
 
 def open_on(
-    runtime: Runtime, config: EngineConfig, model_dir: Path, *, facts: DeviceFacts, watch: DeviceWatch | None = None
+    runtime: Runtime,
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    facts: DeviceFacts,
+    watch: DeviceWatch | None = None,
+    load: LoadModel = load_converted,
 ) -> GpuExecutor:
-    """Open the device of `runtime`; see `open_cuda`. If that fails, what was taken is given back, `runtime` included."""
+    """Open the device of `runtime`; see `open_cuda`. If that fails, what was taken is given back, `runtime` included.
+
+    `load` brings the weights, where they are not in `model_dir`.
+    """
     with ExitStack() as undo:
         undo.callback(runtime.close)
         close_watch = _nothing if watch is None else watch.close
         undo.callback(close_watch)
-        executor = GpuExecutor(_parts(runtime, config, model_dir, facts=facts, watch=watch, undo=undo))
+        computing = _load(runtime, config, model_dir, facts, load)
+        executor = GpuExecutor(_parts(runtime, config, computing, model_dir=model_dir, watch=watch, undo=undo))
         undo.pop_all()
     return executor
 
@@ -124,13 +156,12 @@ def open_on(
 def _parts(
     runtime: Runtime,
     config: EngineConfig,
-    model_dir: Path,
+    computing: Computing,
     *,
-    facts: DeviceFacts,
+    model_dir: Path,
     watch: DeviceWatch | None,
     undo: ExitStack,
 ) -> Parts:
-    computing = _load(runtime, config, model_dir, facts)
     if computing.needs.kv_dtype != computing.needs.dtype:
         computing = computing._replace(kv_scales=_kv_scales(runtime, config, computing))
     grammars = Grammars(
@@ -152,7 +183,7 @@ def _parts(
         runner=runner,
         graphs=graphs,
         grammars=grammars,
-        capacity=_capacity(config, computing, pool, host, name=facts.name),
+        capacity=_capacity(config, computing, pool, host, name=computing.facts.name),
         watch=None if watch is None else watch.poll,
         close_watch=_nothing if watch is None else watch.close,
     )
@@ -166,7 +197,7 @@ def _host_pool(runtime: Runtime, config: EngineConfig, pool: DevicePool) -> Pinn
         raise ConfigError(f"{key} {getattr(config, key)}: {error}", key=key) from error
 
 
-def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts) -> Computing:
+def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts, load: LoadModel) -> Computing:
     model = load_model_config(model_dir, max_model_len=config.max_model_len)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -187,9 +218,8 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
     )
     choice = choose_attention(config.attention_backend, needs)
     _log.info(f"attention: {choice}")
-    make = _make_matrix(config, facts)
-    weights, layers = load_converted(
-        model_dir, model, convert=lambda layer: layer_matrices(layer, make), dtype=dtype, device=runtime.device
+    weights, layers = load(
+        model_dir, model, convert=partial(layer_matrices, make=_make_matrix(config, facts)), dtype=dtype, device=runtime.device
     )
     return Computing(
         model=model,
@@ -204,12 +234,15 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
 
 
 def _limits(config: EngineConfig, max_model_len: int) -> Limits:
-    """The largest step that a scheduler may plan: a token for each running sequence, whatever the budget is, and prompts.
+    """The largest step that the scheduler may send: its budget is for prefills, and decodes get their tokens in any case.
 
-    Where prompts are not split, a step has one at least, however long it is.
+    Where chunks are off, one prefill longer than the budget runs whole, beside the decodes.
     """
-    budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, max_model_len)
-    return Limits(budget + config.running_limit, config.running_limit, -(-max_model_len // config.block_size))
+    num_rows = config.running_limit
+    num_tokens = max(config.token_budget, num_rows)
+    if not config.enable_chunked_prefill:
+        num_tokens = max(num_tokens, max_model_len + num_rows - 1)
+    return Limits(num_tokens, num_rows, -(-max_model_len // config.block_size))
 
 
 def _num_blocks(runtime: Runtime, config: EngineConfig, computing: Computing, watch: DeviceWatch | None) -> int:
