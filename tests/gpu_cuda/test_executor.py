@@ -133,12 +133,22 @@ def test_steps_launched_ahead_draw_what_the_cpu_draws(
 def test_the_kernels_and_captured_steps_draw_what_the_cpu_draws(tiny_model: Path, expected: dict[int, list[int]]) -> None:
     executor, runtime = open_late(tiny_model, triton=True, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
     before = runtime.num_replays
+    runtime.forbids_host_reads = True
     ahead = Ahead(executor, params=PARAMS)
     for n, prompt in PROMPTS.items():
         ahead.add(n, prompt)
     found = ahead.run(4)
     assert found == {n: tokens[:4] for n, tokens in expected.items()}
     assert runtime.num_replays - before == 3, "three of the four steps are decodes"
+
+
+def test_a_look_at_a_tensor_in_a_step_would_show(tiny_model: Path) -> None:
+    executor, runtime = open_late(tiny_model)  # torch's operations look
+    runtime.forbids_host_reads = True
+    stepper = Stepper(executor)
+    stepper.add(1, PROMPTS[8])
+    with pytest.raises(AssertionError, match="looks at a tensor"):
+        stepper.step({1: 8})
 
 
 def test_a_step_ahead_waits_for_nothing_and_a_step_is_waited_for_once(tiny_model: Path) -> None:
