@@ -45,7 +45,8 @@ def flat_rows(rows: Sequence[Row], *, num_blocks: int, block_size: int) -> FlatR
             raise ValueError(
                 f"sequence {row.slot.seq_id}: {len(row.slot.block_table)} blocks for a row that ends at token {row.end}"
             )
-    tables = _flat(row.slot.block_table[:blocks] for row, blocks in zip(rows, needed, strict=True))
+    parts = [row.slot.table(blocks) for row, blocks in zip(rows, needed, strict=True)]
+    tables = np.concatenate(parts) if parts else np.empty(0, np.int32)
     check_range(tables, num_blocks, "block", "pool")
     first_tokens = [0, *itertools.accumulate(counts)]
     first_blocks = [0, *itertools.accumulate(needed)]

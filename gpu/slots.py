@@ -9,19 +9,25 @@ No torch: the simulated device uses it too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from ..protocol.ids import BlockId, SequenceId
 from ..protocol.messages import NewRow, RunStep
 from ..protocol.sampling import SamplingParams
-from .sampling_edits import LogitEdits
+from .sampling_edits import Int32Array, LogitEdits
 from .structured import Grammars, SlotGrammar
 
 
 class Slot:
     """State of one sequence on the device. `token_ids` is the log, `block_table` its blocks in order."""
 
-    __slots__ = ("_edits", "block_table", "grammar", "index", "namespace", "num_prompt_tokens", "params", "seq_id", "token_ids")
+    __slots__ = (
+        "_edits", "_table", "_table_until", "block_table", "grammar", "index", "namespace", "num_prompt_tokens", "params",
+        "seq_id", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, row: NewRow, grammar: SlotGrammar | None = None) -> None:
         self.grammar = grammar
@@ -34,6 +40,25 @@ class Slot:
         self.index = row.index
         self.namespace = row.namespace
         self._edits = LogitEdits.of(row)
+        self._table = np.empty(len(self.block_table) + 8, np.int32)
+        self._table_until = 0
+
+    def edit_table(self, first: int, block_ids: Sequence[BlockId]) -> None:
+        """Put `block_ids` into the table from entry `first` on, which is not behind its end."""
+        self.block_table[first : first + len(block_ids)] = block_ids
+        self._table_until = min(self._table_until, first)
+
+    def table(self, count: int) -> Int32Array:
+        """The first `count` entries of the table as an array, to be read before the next edit.
+
+        Kept beside the list: steps need it anew each time, and a long list takes long to become an array.
+        """
+        if self._table_until < count:
+            if len(self._table) < count:
+                self._table = np.concatenate([self._table[: self._table_until], np.empty(2 * count, np.int32)])
+            self._table[self._table_until : count] = self.block_table[self._table_until : count]
+            self._table_until = count
+        return self._table[:count]
 
     @property
     def num_output_tokens(self) -> int:
@@ -83,10 +108,10 @@ class SlotTable:
         for new in step.admitted:
             self._slots[new.seq_id] = Slot(new, self._grammars.begin(new) if self._grammars is not None else None)
         for edit in step.table_edits:
-            table = self._slots[edit.seq_id].block_table
-            if edit.first > len(table):
-                raise ValueError(f"sequence {edit.seq_id}: edit at block {edit.first} of a table of {len(table)}")
-            table[edit.first : edit.first + len(edit.block_ids)] = edit.block_ids
+            slot = self._slots[edit.seq_id]
+            if edit.first > len(slot.block_table):
+                raise ValueError(f"sequence {edit.seq_id}: edit at block {edit.first} of a table of {len(slot.block_table)}")
+            slot.edit_table(edit.first, edit.block_ids)
         rows = []
         for seq_id, start, count, samples in zip(step.seq_ids, step.starts, step.num_tokens, step.samples, strict=True):
             slot = self._slots[seq_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,6 +17,8 @@ from structlog.testing import LogCapture
 from structlog.typing import EventDict, Processor
 
 from repertory.actors.observing.events import COMMON_FIELDS, EVENTS
+from repertory.gpu.models import gguf
+from repertory.gpu.models.source import resolve_model
 from repertory.tests.engine.stage import Stage
 from repertory.tests.tiny_model import make_tiny_model
 
@@ -47,6 +50,13 @@ def paper_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with weights."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), layers=2)
+
+
+@pytest.fixture(scope="session")
+def demo_model(request: pytest.FixtureRequest) -> Path:
+    """The demo model, converted. Kept between sessions for as long as the converter's source is the same."""
+    version = hashlib.sha256(Path(gguf.__file__).read_bytes()).hexdigest()[:8]
+    return resolve_model("demo", cache_dir=request.config.cache.mkdir(f"converted-{version}"))
 
 
 @pytest.fixture

@@ -103,14 +103,16 @@ class ComputeThread:
 
     def _launch_all(self, executor: LaunchingExecutor) -> None:
         answers = _Answering(self, executor)
+        break_off = False
         try:
             while (step := self._steps.get()) is not None:
-                if not answers.is_sound:
+                if break_off or not answers.is_sound:
                     continue
                 try:
                     pending = executor.launch_step(step)
                 except BaseException as error:  # it is answered behind the steps before it
                     answers.put(step, _Raised(error))
+                    break_off = True
                 else:
                     answers.put(step, pending)
         finally:

@@ -1,6 +1,7 @@
 """Whether this machine has a GPU that could be used, found out without torch: that takes seconds to import.
 
-Asked of the driver's library, which every program with CUDA loads, and of the text of torch's own version file.
+Asked of the driver's library, which every program with CUDA loads, and of the text of torch's own version file. Asking
+starts the driver, as using a GPU does: a process that has asked, and then forks, has no GPU in the child.
 """
 
 from __future__ import annotations

@@ -119,14 +119,11 @@ class GpuExecutor:
         self._settle(leaving=0 if waits else 1)
         if waits:
             self._answers.forget(step)
-        stream = self._open.runtime.compute
-        asked = stream.record(timed=True)
-        self._fences.hold_back(stream, replace(step.after, step=0))  # steps are in their own stream's order
         plan = make_plan(rows, step.shared_groups, self._shape, self._places_of_unknown())
         draws = draws_of(sampling)
         self._turn += 1
         launched = self._launch_waiting(step, plan, draws) if waits else self._launch_ahead(step, plan, draws)
-        pending = PendingStep(self, step, plan.sampling, asked, launched)
+        pending = PendingStep(self, step, plan.sampling, launched)
         if launched.found is None:
             for row in sampling:
                 row.slot.token_ids.append(UNKNOWN)
@@ -152,14 +149,16 @@ class GpuExecutor:
                     runner.launch_draws(runner.launch_logits(hidden, staged.num_samples))
             runner.launch_outcome(staged)
 
-        start = parts.runtime.compute.record(timed=True)
+        waited, start = self._begin(step)
         parts.runtime.compute.launch(work)
-        return Launched(start, parts.runtime.compute.record(timed=True), staged, None)
+        return Launched(waited, start, parts.runtime.compute.record(timed=True), staged, None)
 
     def _captured_size(self, plan: GpuPlan) -> int | None:
         """The captured step that `plan` runs in; None: it is launched one by one."""
         graphs, pool = self._open.graphs, self._open.pool
-        if graphs is None or not plan.is_pure_decode or is_better_shared(plan.runs, pool.key_bytes):
+        if graphs is None or not plan.is_pure_decode:
+            return None
+        if self._open.runner.attention.attends_shared and is_better_shared(plan.runs, pool.key_bytes):
             return None
         return graphs.size_for(len(plan.rows))
 
@@ -176,14 +175,21 @@ class GpuExecutor:
             kept.append(hidden)
             kept.append(runner.launch_logits(hidden, staged.num_samples).float())
 
-        start = parts.runtime.compute.record(timed=True)
+        waited, start = self._begin(step)
         parts.runtime.compute.launch(compute)
         self._answers.wait_for_masks([row.slot for row in plan.sampling if row.slot.grammar is not None])
         found: list[Sampled] = []
         parts.runtime.compute.launch(lambda: found.append(self._draw(kept, plan, draws)))
         end = parts.runtime.compute.record(timed=True)
         end.synchronize()
-        return Launched(start, end, staged, found[0])
+        return Launched(waited, start, end, staged, found[0])
+
+    def _begin(self, step: RunStep) -> tuple[Event | None, Event]:
+        """Hold the compute stream back for the copies that `step` needs. Its ends: before (if it must be) and behind."""
+        stream = self._open.runtime.compute
+        asked = stream.record(timed=True)
+        is_held = self._fences.hold_back(stream, replace(step.after, step=0))  # steps are in their own stream's order
+        return asked if is_held else None, stream.record(timed=True)
 
     def _draw(self, kept: list[Tensor], plan: GpuPlan, draws: list[SamplingRow]) -> Sampled:
         hidden, logits = kept
@@ -226,7 +232,7 @@ class GpuExecutor:
             tokens, statuses = self._open.runner.outcome(launched.staged)
             found = Sampled(tokens, [i for i, status in enumerate(statuses) if status])
         done = self._answers.answer(pending.step, pending.sampling, found, seconds=launched.end.seconds_since(launched.start))
-        return replace(done, waited_s=launched.start.seconds_since(pending.asked))
+        return done if launched.asked is None else replace(done, waited_s=launched.start.seconds_since(launched.asked))
 
     # ---- copies ---------------------------------------------------------------------------------
 
@@ -264,6 +270,7 @@ class GpuExecutor:
         if self._parts is None:
             return
         parts, self._parts = self._parts, None
+        parts.runtime.synchronize()
         self._pending.clear()
         parts.grammars.close()
         parts.close_watch()
@@ -274,8 +281,12 @@ class GpuExecutor:
 
 
 class Launched(NamedTuple):
-    """A step in the compute stream: its ends, its buffers, and what it drew where the host drew it."""
+    """A step in the compute stream: its ends, its buffers, and what it drew where the host drew it.
 
+    `asked` is before it waited for copies; None if it did not.
+    """
+
+    asked: Event | None
     start: Event
     end: Event
     staged: Staged
@@ -285,10 +296,9 @@ class Launched(NamedTuple):
 class PendingStep:
     """A launched step. Implements `PendingStep` of the contract; made by `GpuExecutor` alone."""
 
-    def __init__(self, executor: GpuExecutor, step: RunStep, sampling: list[Row], asked: Event, launched: Launched) -> None:
+    def __init__(self, executor: GpuExecutor, step: RunStep, sampling: list[Row], launched: Launched) -> None:
         self.step = step
         self.sampling = sampling
-        self.asked = asked
         self.launched = launched
         self.done: StepDone | None = None
         self._executor = executor

@@ -27,8 +27,8 @@ class EventFences:
         """Threads that wait for a launch now."""
         return self._launched.num_waiting
 
-    def hold_back(self, stream: Stream, after: Fences) -> None:
-        """What is added to `stream` from here on starts after everything that `after` names.
+    def hold_back(self, stream: Stream, after: Fences) -> bool:
+        """What is added to `stream` from here on starts after everything that `after` names. Whether there is any left of that.
 
         Waits for the launch of what is not launched yet. Raises `FencesClosedError` if `close` comes before that.
         """
@@ -38,6 +38,7 @@ class EventFences:
         for event in found:
             if event is not None:
                 stream.wait(event)
+        return any(event is not None for event in found)
 
     def launched(self, timeline: Timeline, number: int, event: Event | None) -> None:
         """Operation `number` has been launched, `event` behind it, or has failed to be and never will: then None."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.weights import DecoderWeights, LayerWeights
+from ..models.weights import LayerWeights
 
 
 class Matrix(Protocol):
@@ -44,25 +44,37 @@ MakeMatrix = Callable[[Tensor, Tensor | None], Matrix]
 """Makes a matrix of a weight [out, in] and a bias [out]."""
 
 
-class LayerMatrices(NamedTuple):
-    """A layer's matrices, and its norms as they were."""
+class LayerNorms(NamedTuple):
+    """A layer's norms, as `LayerWeights` has them."""
 
-    norms: LayerWeights
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class LayerMatrices(NamedTuple):
+    """A layer on the device. Nothing of its `LayerWeights` is kept alive but what is in use."""
+
+    norms: LayerNorms
     qkv: Matrix
     attention_out: Matrix
     gate_up: Matrix
     down: Matrix
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on the device."""
+        matrices = (self.qkv, self.attention_out, self.gate_up, self.down)
+        return sum(matrix.num_bytes for matrix in matrices) + sum(norm.nbytes for norm in self.norms if norm is not None)
 
-def layer_matrices(weights: DecoderWeights, make: MakeMatrix = Dense) -> list[LayerMatrices]:
-    """The layers of a model whose matrices `make` keeps. The embedding and the head stay as they are."""
-    return [
-        LayerMatrices(
-            norms=layer,
-            qkv=make(layer.qkv, layer.qkv_bias),
-            attention_out=make(layer.attention_out, None),
-            gate_up=make(layer.gate_up, None),
-            down=make(layer.down, None),
-        )
-        for layer in weights.layers
-    ]
+
+def layer_matrices(layer: LayerWeights, make: MakeMatrix = Dense) -> LayerMatrices:
+    """A layer whose matrices `make` keeps."""
+    return LayerMatrices(
+        norms=LayerNorms(layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm),
+        qkv=make(layer.qkv, layer.qkv_bias),
+        attention_out=make(layer.attention_out, None),
+        gate_up=make(layer.gate_up, None),
+        down=make(layer.down, None),
+    )

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,20 +19,22 @@ from ...protocol.capacity import Capacity
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
 from ..models.config import ModelConfig, load_model_config
-from ..models.weights import DecoderWeights, load_weights
+from ..models.weights import DecoderWeights, LayerWeights, load_converted
 from ..nvml import DeviceWatch, open_watch
 from ..structured import Grammars
 from .attention.choice import Choice, choose_attention, open_attention
 from .attention.needs import AttentionNeeds
 from .available import ordinal_of, why_no_cuda
+from .calibration import measure_scales, prompt_len
 from .decoder import GpuDecoder
 from .draws import DeviceSampler, TorchSampler, TritonSampler
 from .executor import GpuExecutor, Parts
+from .fp8 import FP8, Fp8Matrix, fp8_maker, why_no_fp8
 from .glue import Glue, TorchGlue
 from .graphs import DecodeGraphs, captured_sizes
-from .matrices import LayerMatrices, layer_matrices
+from .matrices import Dense, LayerMatrices, MakeMatrix, layer_matrices
 from .plan import PoolShape
-from .pools import DevicePool, PinnedPool
+from .pools import DevicePool, KvScales, PinnedPool
 from .profile import PROFILE_BLOCKS, run_largest_step
 from .runtime import DeviceMemory, Runtime
 from .sizing import num_device_blocks, num_host_blocks
@@ -37,10 +44,18 @@ from .torch_runtime import TorchRuntime
 _log = logging.getLogger(__name__)
 
 
-class LoadWeights(Protocol):
-    """What `load_weights` is."""
+class LoadModel(Protocol):
+    """What `load_converted` is."""
 
-    def __call__(self, directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights: ...
+    def __call__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        convert: Callable[[LayerWeights], LayerMatrices],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[DecoderWeights, list[LayerMatrices]]: ...
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +72,7 @@ class DeviceFacts(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """The ways to compute that were chosen, and the model on the device."""
+    """The ways to compute that were chosen, and the model on the device. `weights` has no layers: they are in `layers`."""
 
     model: ModelConfig
     weights: DecoderWeights
@@ -67,11 +82,22 @@ class Computing(NamedTuple):
     choice: Choice
     limits: Limits
     facts: DeviceFacts
+    kv_scales: list[KvScales] | None = None
 
     @property
     def weights_bytes(self) -> int:
         """What the model takes on the device."""
-        return self.weights.num_bytes
+        return self.weights.num_bytes + sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def dtypes(self) -> str:
+        """What it computes in, in words: "bfloat16, fp8 weights, fp8 KV"."""
+        words = [str(self.needs.dtype).removeprefix("torch.")]
+        if any(isinstance(layer.qkv, Fp8Matrix) for layer in self.layers):
+            words.append("fp8 weights")
+        if self.needs.kv_dtype == FP8:
+            words.append("fp8 KV")
+        return ", ".join(words)
 
 
 def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
@@ -85,6 +111,8 @@ def open_cuda(config: EngineConfig, model_dir: Path) -> GpuExecutor:
         raise ConfigError(f"device {config.device}: {reason}", key="device")
     device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
+    if config.dtype == "float32":
+        torch.set_float32_matmul_precision("highest")  # who asks for it wants it, whatever the process is set to
     properties = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
     watch = open_watch(ordinal, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), uuid=uuid)
@@ -109,35 +137,67 @@ def open_on(
     *,
     facts: DeviceFacts,
     watch: DeviceWatch | None = None,
-    load: LoadWeights = load_weights,
+    load: LoadModel = load_converted,
 ) -> GpuExecutor:
-    """Open the device of `runtime`; see `open_cuda`. `load` brings the weights, where they are not in `model_dir`."""
-    computing = _load(runtime, config, model_dir, facts, load)
+    """Open the device of `runtime`; see `open_cuda`. If that fails, what was taken is given back, `runtime` included.
+
+    `load` brings the weights, where they are not in `model_dir`.
+    """
+    with ExitStack() as undo:
+        undo.callback(runtime.close)
+        close_watch = _nothing if watch is None else watch.close
+        undo.callback(close_watch)
+        computing = _load(runtime, config, model_dir, facts, load)
+        executor = GpuExecutor(_parts(runtime, config, computing, model_dir=model_dir, watch=watch, undo=undo))
+        undo.pop_all()
+    return executor
+
+
+def _parts(
+    runtime: Runtime,
+    config: EngineConfig,
+    computing: Computing,
+    *,
+    model_dir: Path,
+    watch: DeviceWatch | None,
+    undo: ExitStack,
+) -> Parts:
+    if computing.needs.kv_dtype != computing.needs.dtype:
+        computing = computing._replace(kv_scales=_kv_scales(runtime, config, computing))
     grammars = Grammars(
         model_dir / "tokenizer.json", vocab_size=computing.model.vocab_size, eos_token_ids=computing.model.eos_token_ids
     )
+    undo.callback(grammars.close)
     blocks = _num_blocks(runtime, config, computing, watch)
     pool = _pool(runtime, config, computing, num_blocks=blocks)
-    host = PinnedPool(pool, runtime, num_blocks=num_host_blocks(config, pool.block_bytes))
+    host = _host_pool(runtime, config, pool)
     runner = _runner(runtime, computing, pool)
+    runtime.synchronize()  # what was made was filled on another stream
     runtime.compute.launch(runner.warm_up)
     runtime.compute.record().synchronize()
     graphs = _graphs(runtime, config, computing, runner, captured_sizes(computing.limits.num_rows))
-    parts = Parts(
+    return Parts(
         runtime=runtime,
         pool=pool,
         host=host,
         runner=runner,
         graphs=graphs,
         grammars=grammars,
-        capacity=_capacity(config, computing, pool, host, name=facts.name),
+        capacity=_capacity(config, computing, pool, host, name=computing.facts.name),
         watch=None if watch is None else watch.poll,
         close_watch=_nothing if watch is None else watch.close,
     )
-    return GpuExecutor(parts)
 
 
-def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts, load: LoadWeights) -> Computing:
+def _host_pool(runtime: Runtime, config: EngineConfig, pool: DevicePool) -> PinnedPool:
+    try:
+        return PinnedPool(pool, runtime, num_blocks=num_host_blocks(config, pool.block_bytes))
+    except MemoryError as error:
+        key = "kv_offloading_size" if config.num_host_blocks is None else "num_host_blocks"
+        raise ConfigError(f"{key} {getattr(config, key)}: {error}", key=key) from error
+
+
+def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: DeviceFacts, load: LoadModel) -> Computing:
     model = load_model_config(model_dir, max_model_len=config.max_model_len)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -145,23 +205,26 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
             f"max_model_len {max_model_len} is more than the model's {model.max_position_embeddings}", key="max_model_len"
         )
     dtype = _dtype(config, facts)
+    _refuse_fp8(config, facts)
     needs = AttentionNeeds(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else FP8,
         device=runtime.device,
         capability=facts.capability,
     )
     choice = choose_attention(config.attention_backend, needs)
     _log.info(f"attention: {choice}")
-    weights = load(model_dir, model, dtype=dtype, device=runtime.device)
+    weights, layers = load(
+        model_dir, model, convert=partial(layer_matrices, make=_make_matrix(config, facts)), dtype=dtype, device=runtime.device
+    )
     return Computing(
         model=model,
         weights=weights,
-        layers=layer_matrices(weights),
+        layers=layers,
         glue=_open_glue(facts),
         needs=needs,
         choice=choice,
@@ -187,14 +250,28 @@ def _num_blocks(runtime: Runtime, config: EngineConfig, computing: Computing, wa
     runtime.forget_peak()
     pool = _pool(runtime, config, computing, num_blocks=PROFILE_BLOCKS)
     runner = _runner(runtime, computing, pool)
+    runtime.synchronize()
     shape = PoolShape(PROFILE_BLOCKS, config.block_size, computing.model.vocab_size)
     run_largest_step(runner, runtime, shape)
-    graphs = _graphs(runtime, config, computing, runner, captured_sizes(computing.limits.num_rows)[-1:])
     memory = _memory(runtime, watch)
-    block_bytes = pool.block_bytes
-    del graphs, runner, pool
     runtime.forget_peak()
-    return num_device_blocks(config, memory, block_bytes)
+    graph_bytes = _graph_bytes(runtime, config, computing, runner)
+    block_bytes = pool.block_bytes
+    del runner, pool
+    runtime.forget_peak()
+    return num_device_blocks(config, memory._replace(peak_bytes=memory.peak_bytes + graph_bytes), block_bytes)
+
+
+def _graph_bytes(runtime: Runtime, config: EngineConfig, computing: Computing, runner: StepRunner) -> int:
+    """What captured steps will take: the largest one with the memory that all share, and as much as the next for each other."""
+    sizes = captured_sizes(computing.limits.num_rows)
+    free = [runtime.memory().free_bytes]
+    kept = []
+    for size in sizes[-1:-3:-1]:
+        kept.append(_graphs(runtime, config, computing, runner, [size]))
+        free.append(runtime.memory().free_bytes)
+    taken = [max(0, before - after) for before, after in pairwise(free)]
+    return sum(taken) + taken[-1] * max(0, len(sizes) - 2)
 
 
 def _memory(runtime: Runtime, watch: DeviceWatch | None) -> DeviceMemory:
@@ -213,7 +290,18 @@ def _pool(runtime: Runtime, config: EngineConfig, computing: Computing, *, num_b
         block_size=config.block_size,
         dtype=computing.needs.kv_dtype,
         device=runtime.device,
+        scales=computing.kv_scales,
     )
+
+
+def _kv_scales(runtime: Runtime, config: EngineConfig, computing: Computing) -> list[KvScales]:
+    """Run the model on a pool of its own dtype, to see what a float8 one has to hold."""
+    computing = computing._replace(needs=replace(computing.needs, kv_dtype=computing.needs.dtype))
+    num_blocks = -(-prompt_len(computing.limits, config.block_size) // config.block_size)
+    pool = _pool(runtime, config, computing, num_blocks=num_blocks)
+    runner = _runner(runtime, computing, pool)
+    runtime.synchronize()  # what was made was filled on another stream
+    return measure_scales(runtime, runner, pool, vocab_size=computing.model.vocab_size)
 
 
 def _runner(runtime: Runtime, computing: Computing, pool: DevicePool) -> StepRunner:
@@ -242,6 +330,18 @@ def _graphs(
     return DecodeGraphs(runtime, sizes, lambda num_rows: runner.launch_decode(num_rows, longest))
 
 
+def _refuse_fp8(config: EngineConfig, facts: DeviceFacts) -> None:
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(config, key) == "fp8" and (reason := why_no_fp8(facts.capability)) is not None:
+            raise ConfigError(f"{key}: {reason}", key=key)
+
+
+def _make_matrix(config: EngineConfig, facts: DeviceFacts) -> MakeMatrix:
+    if config.quantization is None:
+        return Dense
+    return fp8_maker(is_gpu=facts.capability is not None, has_triton=facts.has_triton)
+
+
 def _open_glue(facts: DeviceFacts) -> Glue:
     if not facts.has_triton:
         return TorchGlue()
@@ -264,10 +364,9 @@ def _dtype(config: EngineConfig, facts: DeviceFacts) -> torch.dtype:
 
 
 def _capacity(config: EngineConfig, computing: Computing, pool: DevicePool, host: PinnedPool, *, name: str) -> Capacity:
-    dtype = str(computing.needs.dtype).removeprefix("torch.")
     out_rate, in_rate = host.measure()
     return Capacity(
-        device=f"{name} ({dtype}, attention {computing.choice})",
+        device=f"{name} ({computing.dtypes}, attention {computing.choice})",
         num_device_blocks=pool.blocks.shape[0],
         num_host_blocks=host.blocks.shape[0],
         block_size=config.block_size,

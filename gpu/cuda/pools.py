@@ -7,6 +7,7 @@ the device's pool through strided views, which attention kernels take as they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ PROBE_BLOCKS = 64
 PROBES = 4
 
 
+class KvScales(NamedTuple):
+    """What a layer's keys and values are divided by before they are stored in float8."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
 class DevicePool:
     """`blocks` is [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]: keys at 0, values at 1.
 
@@ -31,13 +39,22 @@ class DevicePool:
     """
 
     def __init__(
-        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[KvScales] | None = None,
     ) -> None:
+        """`scales` are the layers', for a float8 pool; None: 1 everywhere."""
         self.block_size = block_size
         shape = (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         self.blocks = torch.empty(shape, dtype=dtype, device=device)
         self.caches = [
-            PagedKeysValues(self.blocks[:, layer, 0], self.blocks[:, layer, 1]) for layer in range(config.num_layers)
+            PagedKeysValues(self.blocks[:, layer, 0], self.blocks[:, layer, 1], *scale)
+            for layer, scale in enumerate(scales or [KvScales()] * config.num_layers)
         ]
 
     @property

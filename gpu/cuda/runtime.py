@@ -102,6 +102,10 @@ class Runtime(Protocol):
         """Memory now; the peak is that since `forget_peak`."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait for all of this process's work on the device, whatever stream it is in."""
+        ...
+
     def forget_peak(self) -> None:
         """Begin a new peak, and give cached memory that no tensor uses back to the device."""
         ...

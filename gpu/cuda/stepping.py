@@ -23,9 +23,12 @@ from .pools import DevicePool, independent
 from .runtime import Runtime
 from .staging import Section, StagedTables, Staging
 
+_COPIES_PER_ROW = 2
+"""Copies within the pool before a row: of what it shares in part with the cache, and with a sibling."""
+
 
 class Limits(NamedTuple):
-    """The largest step: tokens, rows, blocks of a row. Copies within the pool: as many as rows."""
+    """The largest step: tokens, rows, blocks of a row. There are no more rows than tokens."""
 
     num_tokens: int
     num_rows: int
@@ -77,9 +80,10 @@ class StepRunner:
                 "sample_at": Section((rows,), torch.int64),
                 "draws": Section((len(Column), rows), torch.int64),
                 "run_members": Section((rows,), torch.int32),
-                "copies": Section((3, rows), torch.int64),
+                "copies": Section((3, _COPIES_PER_ROW * rows), torch.int64),
             },
         )
+        self._staging.tensors["context_lens"].fill_(1)  # of what is captured before there was a step: no row has no key
         self._draws = [DrawParameters(host["draws"]) for host in self._staging.hosts]
         self._tables = StagedTables(runtime, max_rows=rows, max_width=limits.table_width)
         self._outcome = torch.zeros((2, rows), dtype=torch.int32, device=runtime.device)
@@ -125,7 +129,7 @@ class StepRunner:
             ("tokens", len(plan.token_ids), limits.num_tokens),
             ("rows", len(plan.rows), limits.num_rows),
             ("blocks in a row", plan.block_tables.shape[1], limits.table_width),
-            ("copies", len(copies), limits.num_rows),
+            ("copies", len(copies), _COPIES_PER_ROW * limits.num_rows),
         ):
             if count > limit:
                 raise ValueError(f"a step of {count} {what}; this device was opened for {limit}")
@@ -133,6 +137,8 @@ class StepRunner:
     def warm_up(self) -> None:
         """Get ready for every kind of step, in a stream's `launch`. Reads and writes block 0 at most."""
         self.attention.warm_up(self._pool.caches[0], self._decoder.dtype)
+        nothing = torch.zeros((3, 1), dtype=torch.int64, device=self._outcome.device)
+        self._pool.copy(nothing, [(0, 1)], self._glue)
 
     # ---- in the compute stream ------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ from .runtime import DeviceMemory, Event, Graph
 _cuda: Any = torch.cuda
 """Its classes have no types of their own."""
 
+_OWN_ERRORS = {"capture_error_mode": "thread_local"}
+"""What other threads of the process ask of CUDA meanwhile is no fault of the capture."""
+
 
 class TorchEvent:
     """Implements `Event`. Waiting on it blocks the thread instead of spinning, and lets go of Python's lock."""
@@ -90,7 +93,7 @@ class TorchRuntime:
         graph: Graph = _cuda.CUDAGraph()
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
-        with torch.inference_mode(), _cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
+        with torch.inference_mode(), _cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream, **_OWN_ERRORS):
             work()
         return graph
 
@@ -105,16 +108,22 @@ class TorchRuntime:
             peak_bytes=statistics["reserved_bytes.all.peak"],
         )
 
+    def synchronize(self) -> None:
+        """See `Runtime.synchronize`."""
+        torch.cuda.synchronize(self.device)
+
     def forget_peak(self) -> None:
         """See `Runtime.forget_peak`."""
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
+        self._graph_memory = None  # of graphs that are gone
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def close(self) -> None:
         """See `Runtime.close`."""
-        torch.cuda.synchronize(self.device)
-        while self._pinned:
-            _cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
+        self.synchronize()
+        for memory in self._pinned:
+            torch.cuda.check_error(int(_cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+        self._pinned.clear()
         self._graph_memory = None
         torch.cuda.empty_cache()

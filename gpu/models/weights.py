@@ -8,11 +8,12 @@ the config implies, and nothing that would have changed the result and is not us
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from ...protocol.errors import ModelLoadError
 from .config import ModelConfig, read_json
+
+Layer = TypeVar("Layer")
 
 _FLOATS = ("F32", "F16", "BF16")
 _INDEX = "model.safetensors.index.json"
@@ -68,10 +71,21 @@ def load_weights(directory: Path, config: ModelConfig, *, dtype: torch.dtype, de
     Raises `ModelLoadError` naming the file or the tensor: none there, truncated or corrupt, missing,
     of another shape, of a type that is not floating point, or not known to the architecture.
     """
+    weights, layers = load_converted(directory, config, convert=lambda layer: layer, dtype=dtype, device=device)
+    return replace(weights, layers=layers)
+
+
+def load_converted(
+    directory: Path, config: ModelConfig, *, convert: Callable[[LayerWeights], Layer], dtype: torch.dtype, device: torch.device
+) -> tuple[DecoderWeights, list[Layer]]:
+    """As `load_weights`, but `convert` makes something of each layer before the next is read.
+
+    Returns weights without layers, and what was made of those: a model that becomes smaller is never there as it was.
+    """
     with _Checkpoint(directory, dtype, device) as checkpoint:
         embedding_shape = (config.vocab_size, config.hidden_size)
         embedding = checkpoint.take("model.embed_tokens.weight", embedding_shape)
-        layers = [_layer(checkpoint, config, f"model.layers.{index}") for index in range(config.num_layers)]
+        layers = [convert(_layer(checkpoint, config, f"model.layers.{index}")) for index in range(config.num_layers)]
         final_norm = checkpoint.take("model.norm.weight", (config.hidden_size,))
         if config.tie_word_embeddings:
             lm_head = embedding
@@ -79,7 +93,7 @@ def load_weights(directory: Path, config: ModelConfig, *, dtype: torch.dtype, de
         else:
             lm_head = checkpoint.take("lm_head.weight", embedding_shape)
         checkpoint.refuse_leftovers()
-    return DecoderWeights(embedding, layers, final_norm, lm_head)
+    return DecoderWeights(embedding, [], final_norm, lm_head), layers
 
 
 def _layer(checkpoint: _Checkpoint, config: ModelConfig, prefix: str) -> LayerWeights:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from repertory.gpu.cuda.executor import GpuExecutor
-from repertory.gpu.cuda.opening import DeviceFacts, LoadWeights, facts_of, open_on
+from repertory.gpu.cuda.opening import DeviceFacts, LoadModel, facts_of, open_on
 from repertory.gpu.cuda.runtime import DeviceMemory, Graph, Runtime, Stream
 from repertory.gpu.cuda.torch_runtime import TorchRuntime
-from repertory.gpu.models.weights import load_weights
+from repertory.gpu.models.weights import load_converted
 from repertory.protocol.config import EngineConfig
 
 from .host_runtime import HostRuntime
@@ -74,7 +74,7 @@ class Gpu:
             model=str(model), device="cpu" if self.is_rehearsal else "cuda", worker="inline", log_level="error", **settings
         )
 
-    def open(self, config: EngineConfig, *, load: LoadWeights = load_weights) -> tuple[GpuExecutor, WatchedRuntime]:
+    def open(self, config: EngineConfig, *, load: LoadModel = load_converted) -> tuple[GpuExecutor, WatchedRuntime]:
         """An executor and the streams below it. Raises what opening raises."""
         runtime = self.runtime()
         return open_on(runtime, config, Path(config.model), facts=self.facts, load=load), runtime
@@ -145,6 +145,10 @@ class WatchedRuntime:
     def memory(self) -> DeviceMemory:
         """See `Runtime.memory`."""
         return self._inner.memory()
+
+    def synchronize(self) -> None:
+        """See `Runtime.synchronize`."""
+        self._inner.synchronize()
 
     def forget_peak(self) -> None:
         """See `Runtime.forget_peak`."""

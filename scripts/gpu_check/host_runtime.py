@@ -79,6 +79,9 @@ class HostRuntime:
         """See `Runtime.memory`."""
         return DeviceMemory(TOTAL_BYTES, TOTAL_BYTES, 0, 0)
 
+    def synchronize(self) -> None:
+        """See `Runtime.synchronize`. Everything is done when it is launched."""
+
     def forget_peak(self) -> None:
         """See `Runtime.forget_peak`."""
 

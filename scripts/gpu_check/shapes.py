@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from repertory.gpu.cuda.matrices import LayerMatrices
 from repertory.gpu.models.config import ModelConfig
 from repertory.gpu.models.weights import DecoderWeights, LayerWeights
 from repertory.tests.tiny_model import make_tiny_model
@@ -48,17 +50,25 @@ def write_model(directory: Path, shape: Shape, *, weights: bool = True, spread: 
 
 
 class RandomWeights:
-    """Stands for `load_weights`: makes weights on the device, the same every time, and keeps them for the next opening."""
+    """Stands for `load_converted`: makes weights on the device, the same every time, and keeps them for the next opening."""
 
     def __init__(self, *, spread: float = TAME, seed: int = 0) -> None:
         self._spread, self._seed = spread, seed
         self._kept: DecoderWeights | None = None
 
-    def __call__(self, directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
+    def __call__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        convert: Callable[[LayerWeights], LayerMatrices],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[DecoderWeights, list[LayerMatrices]]:
         """Weights of the shape that `config` describes."""
         if self._kept is None or self._kept.embedding.dtype != dtype:
             self._kept = self._make(config, dtype, device)
-        return self._kept
+        return replace(self._kept, layers=[]), [convert(layer) for layer in self._kept.layers]
 
     def _make(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
         generator = torch.Generator(device).manual_seed(self._seed)

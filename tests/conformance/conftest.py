@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from repertory.gpu.models import gguf
 from repertory.gpu.models.config import load_model_config
-from repertory.gpu.models.source import resolve_model
 from repertory.tests.tiny_model import make_tiny_model
 
 from .prompts import PROMPTS, RealPrompt
@@ -20,13 +17,6 @@ from .running import Case
 
 NUM_TOKENS = 48
 NUM_TINY_TOKENS = 24
-
-
-@pytest.fixture(scope="session")
-def demo_model(request: pytest.FixtureRequest) -> Path:
-    """The demo model, converted. Kept between sessions for as long as the converter's source is the same."""
-    version = hashlib.sha256(Path(gguf.__file__).read_bytes()).hexdigest()[:8]
-    return resolve_model("demo", cache_dir=request.config.cache.mkdir(f"converted-{version}"))
 
 
 @pytest.fixture(scope="session", params=["reference from GGUF" if CAN_READ_GGUF else "reference from converted"])

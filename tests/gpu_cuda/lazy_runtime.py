@@ -11,13 +11,28 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from repertory.gpu.cuda.runtime import DeviceMemory, Event, Graph
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """What makes the host wait for a tensor raises."""
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("the host looks at a tensor in the middle of a step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        yield
 
 
 class LazyEvent:
@@ -56,7 +71,7 @@ class LazyStream:
 
         def run() -> bool:
             self._runtime.clock += 1e-3
-            with torch.inference_mode():
+            with torch.inference_mode(), no_host_reads() if self._runtime.forbids_host_reads else nullcontext():
                 work()
             return True
 
@@ -111,6 +126,8 @@ class LazyRuntime:
         self.streams = [LazyStream(self, name) for name in ("compute", "copy_out", "copy_in")]
         self.compute, self.copy_out, self.copy_in = self.streams
         self.is_closed = False
+        self.forbids_host_reads = False
+        """Whether work that looks at a tensor on the host fails: on a GPU it would wait there."""
 
     def run_until(self, event: LazyEvent) -> None:
         """Run what must be, and by chance what may be, until `event` has happened."""
@@ -141,12 +158,14 @@ class LazyRuntime:
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self._total_bytes, self._total_bytes, 0, 0)
 
-    def forget_peak(self) -> None:
-        pass
-
-    def close(self) -> None:
+    def synchronize(self) -> None:
         with self.lock:
             for stream in self.streams:
-                if stream.queue:
-                    self.run_until(stream.record())
+                self.run_until(stream.record())
+
+    def forget_peak(self) -> None:
+        self.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
         self.is_closed = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,14 +173,12 @@ def test_the_chosen_one_is_opened(flash_attn_2: None, flash_attn_3: None) -> Non
         assert_right(backend, batch, tolerance=3e-2)
 
 
-def test_the_triton_backend_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
-    module = SimpleNamespace(TritonPaged=lambda **arguments: told.update(arguments) or "opened")
-    monkeypatch.setitem(sys.modules, "repertory.gpu.cuda.attention.triton_paged", module)
-    needs = make_needs(heads=Heads(32, 8, 128))
-    assert open_attention(Choice("triton", ""), needs, max_rows=64, num_sms=132) == "opened"
-    device = {"device": needs.device, "num_sms": 132, "max_rows": 64}
-    assert told == {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **device}
+def test_the_triton_backend_computes_with_what_it_is_told() -> None:
+    needs = make_needs(heads=Heads(4, 2, 16), dtype=torch.float32)
+    backend = open_attention(Choice("triton", ""), needs, max_rows=8, num_sms=132)
+    assert backend.name == "triton"
+    batch = make_batch([3, 20], [(4, 30)], block_size=needs.block_size, heads=Heads(4, 2, 16), dtype=torch.float32)
+    assert_right(backend, batch, tolerance=1e-5)
 
 
 def test_a_name_that_was_not_chosen_is_not_opened() -> None:

@@ -1,4 +1,7 @@
-"""Every kernel compiles for the GPUs it is meant for. Interpreted kernels hide what only the compiler refuses."""
+"""Every kernel compiles for the GPUs it is meant for. Interpreted kernels hide what only the compiler refuses.
+
+One form of each kernel, and one more with float8; all forms when slow.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from repertory.gpu.cuda.kernels import catalogue, launch
-from repertory.tests.gpu_cuda.compile_all import MARK, can_compile
+from repertory.tests.gpu_cuda.compile_all import MARK, can_compile, first_of_each_kernel
 
 ARCHITECTURES = (90, 80)
 
@@ -25,8 +28,10 @@ TIMEOUT_S = 600
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
+FIRST = first_of_each_kernel()
+
 EVERY_CASE = [
-    pytest.param(arch, variant.name, id=f"sm_{arch} {variant.name}")
+    pytest.param(arch, variant.name, id=f"sm_{arch} {variant.name}", marks=[] if variant.name in FIRST else pytest.mark.slow)
     for arch in ARCHITECTURES
     for variant in catalogue.every_variant()
     if can_compile(variant, arch)
@@ -42,8 +47,9 @@ class Compilation(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def compilations(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Compilation]:
-    """All variants compiled from nothing, side by side for all architectures."""
+def compilations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Compilation]:
+    """Variants compiled from nothing, side by side for all architectures: all of them where a slow one is selected."""
+    which = "all" if any(item.get_closest_marker("slow") for item in request.session.items) else "first"
     deadline = time.monotonic() + TIMEOUT_S
     folder = tmp_path_factory.mktemp("compiled")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -53,7 +59,7 @@ def compilations(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Compi
         runs = {}
         for arch in ARCHITECTURES:
             outputs = [stack.enter_context((folder / f"{arch}.{name}").open("w+")) for name in ("out", "err")]
-            arguments = [sys.executable, str(program), str(arch)]
+            arguments = [sys.executable, str(program), str(arch), which]
             run = stack.enter_context(subprocess.Popen(arguments, stdout=outputs[0], stderr=outputs[1], env=environment))
             stack.callback(run.kill)
             runs[arch] = run, outputs
@@ -86,7 +92,7 @@ def test_every_module_with_kernels_is_found() -> None:
     found = {module.__name__.rpartition(".")[2] for module in catalogue.kernel_modules()}
     assert {"norms", "rope", "activation", "blocks"} <= found
     files = {path.stem for path in Path(catalogue.__file__).parent.glob("*.py")}
-    assert found == files - {"__init__", "launch", "catalogue"}
+    assert found == files - {"__init__", "launch", "catalogue", "paged", "paged_forms"}
 
 
 @pytest.mark.parametrize("variants", [None, []])

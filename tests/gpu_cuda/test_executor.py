@@ -10,12 +10,16 @@ import pytest
 
 from repertory.gpu.cpu.executor import CpuExecutor
 from repertory.gpu.cuda.executor import GpuExecutor, PendingStep
+from repertory.gpu.cuda.stepping import StepRunner
 from repertory.gpu.executor import LaunchingExecutor
 from repertory.protocol.config import EngineConfig
+from repertory.protocol.errors import ConfigError
 from repertory.protocol.ids import BlockId, Epoch, SequenceId, StepId
 from repertory.protocol.messages import BlockCopy, Fences, NewRow, RunStep
 from repertory.protocol.sampling import SamplingParams
 from repertory.tests.gpu.stepping import GREEDY, Stepper
+from repertory.tests.gpu.threads import begin, until
+from repertory.tests.gpu_cuda import opened
 from repertory.tests.gpu_cuda.lazy_runtime import LazyRuntime
 from repertory.tests.gpu_cuda.opened import open_late
 
@@ -129,12 +133,22 @@ def test_steps_launched_ahead_draw_what_the_cpu_draws(
 def test_the_kernels_and_captured_steps_draw_what_the_cpu_draws(tiny_model: Path, expected: dict[int, list[int]]) -> None:
     executor, runtime = open_late(tiny_model, triton=True, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
     before = runtime.num_replays
+    runtime.forbids_host_reads = True
     ahead = Ahead(executor, params=PARAMS)
     for n, prompt in PROMPTS.items():
         ahead.add(n, prompt)
     found = ahead.run(4)
     assert found == {n: tokens[:4] for n, tokens in expected.items()}
     assert runtime.num_replays - before == 3, "three of the four steps are decodes"
+
+
+def test_a_look_at_a_tensor_in_a_step_would_show(tiny_model: Path) -> None:
+    executor, runtime = open_late(tiny_model)  # torch's operations look
+    runtime.forbids_host_reads = True
+    stepper = Stepper(executor)
+    stepper.add(1, PROMPTS[8])
+    with pytest.raises(AssertionError, match="looks at a tensor"):
+        stepper.step({1: 8})
 
 
 def test_a_step_ahead_waits_for_nothing_and_a_step_is_waited_for_once(tiny_model: Path) -> None:
@@ -299,10 +313,59 @@ def test_a_step_beyond_the_limits_is_refused_by_name(tiny_model: Path) -> None:
         stepper.add(n, [5, 6])
     with pytest.raises(ValueError, match="a step of 3 rows; this device was opened for 2"):
         stepper.step({1: 2, 2: 2, 3: 2})
-    stepper = Stepper(open_late(tiny_model, max_num_batched_tokens=16)[0])
+    stepper = Stepper(open_late(tiny_model, max_num_seqs=2, max_num_batched_tokens=16)[0])
     stepper.add(1, [5] * 17)
     with pytest.raises(ValueError, match="a step of 17 tokens; this device was opened for 16"):
         stepper.step({1: 17})
+
+
+def test_the_step_that_is_measured_has_all_the_tokens_that_a_step_may_have(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    really = StepRunner.launch_hidden
+
+    def launch_hidden(self: StepRunner, num_tokens: int, inputs: Any) -> Any:
+        sizes.append((num_tokens, self.limits.num_tokens))
+        return really(self, num_tokens, inputs)
+
+    monkeypatch.setattr(StepRunner, "launch_hidden", launch_hidden)
+    open_late(tiny_model, max_num_seqs=5, max_num_batched_tokens=600, max_model_len=128)
+    assert sizes[0] == (600, 600)
+
+
+def test_waiting_is_only_what_copies_cost(tiny_model: Path) -> None:
+    executor, runtime = open_late(tiny_model)
+    stepper = Stepper(executor)
+    stepper.add(1, PROMPTS[8])
+    assert stepper.step({1: 8}).waited_s == 0.0
+    runtime.copies_may_end.clear()
+    copy = begin(lambda: executor.copy_blocks(copy_of("out", [190], [0], 1, Fences(1))))
+    until(lambda: executor._fences._launched.completed.copy_out == 1)
+    pending = executor.launch_step(RunStep(Epoch(1), StepId(2), Fences(1, 1), [SequenceId(1)], [8], [1], [1]))
+    assert pending.result().waited_s > 0.0
+    runtime.copies_may_end.set()
+    assert copy.result(60).ok
+
+
+def test_a_device_that_cannot_be_opened_is_given_back(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtimes: list[LazyRuntime] = []
+
+    class Poor(LazyRuntime):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            runtimes.append(self)
+
+        def pinned(self, shape: Any, dtype: Any) -> Any:
+            if len(shape) == 6:
+                raise MemoryError("the host cannot page-lock so much")
+            return super().pinned(shape, dtype)
+
+    monkeypatch.setattr(opened, "LazyRuntime", Poor)
+    with pytest.raises(ConfigError, match="num_host_blocks 40: the host cannot page-lock so much") as refusal:
+        open_late(tiny_model)
+    assert refusal.value.key == "num_host_blocks"
+    assert [runtime.is_closed for runtime in runtimes] == [True]
 
 
 @pytest.mark.parametrize(

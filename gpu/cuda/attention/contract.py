@@ -80,6 +80,11 @@ class AttentionBackend(Protocol):
         """Whether decode steps of it can go into CUDA graphs: no host reads, no shapes that depend on contents."""
         ...
 
+    @property
+    def attends_shared(self) -> bool:
+        """Whether `shared_runs` are attended once for all their rows."""
+        ...
+
     def attend(self, query: Tensor, cache: PagedKeysValues, inputs: AttentionInputs, out: Tensor) -> None:
         """Attend with `query` [tokens, num_heads, head_dim], writing `out` of the same shape and dtype.
 

@@ -32,6 +32,7 @@ class Flash2:
 
     name = "flash-attn"
     can_be_captured = True
+    attends_shared = False
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

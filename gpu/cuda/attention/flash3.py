@@ -28,6 +28,7 @@ class Flash3:
 
     name = "flash-attn-3"
     can_be_captured = True
+    attends_shared = False
 
     def __init__(self) -> None:
         from flash_attn_interface import flash_attn_with_kvcache

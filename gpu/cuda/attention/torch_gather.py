@@ -55,6 +55,7 @@ class TorchGather:
 
     name = "torch"
     can_be_captured = False
+    attends_shared = False
 
     def __init__(self, needs: AttentionNeeds) -> None:
         self._block_size = needs.block_size

@@ -73,6 +73,7 @@ class TritonPaged:
 
     name = "triton"
     can_be_captured = True
+    attends_shared = True
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from triton.compiler import ASTSource
 from . import __path__ as _folder
 from .launch import Variant
 
-_WITHOUT_KERNELS = ("catalogue", "launch")
+_WITHOUT_KERNELS = ("catalogue", "launch", "paged", "paged_forms")
+"""The last two: what the kernels of paged attention have in common, and the forms in which they are compiled."""
 
 _WARP_SIZE = 32
 

@@ -8,6 +8,10 @@ Programs of one chunk and KV head are neighbours in the grid, so that they find 
 the last tile of a chunk, which sees the most keys, comes first: what is long should not begin last.
 
     grid: (tiles of the longest chunk, KV heads, chunks)
+
+Not done: a chunk of a few tokens behind a long context makes few programs, each of which walks all of it. Splitting the
+keys before the chunk as decode does would help a conversation's next turn, for as many states of scratch as it has tokens
+times splits.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def _e4m3_bits(x):
 
 
 @triton.jit
-def _as_stored(x, scale, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def as_stored(x, scale, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """`x` float32 as a pool of `dtype` holds it: float8 is divided by `scale` and saturates; NaN stays NaN."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x / scale, -_E4M3_MAX, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -115,14 +115,14 @@ def rope_and_write_kernel(
             new_low, new_high = _turned(low, high, cos, sin)
             dtype: tl.constexpr = keys.dtype.element_ty
             target = keys + block * keys_block_stride + offset * keys_slot_stride + heads * keys_head_stride + pairs
-            tl.store(target, _as_stored(new_low, key_scale, dtype, INTERPRETED), mask=is_inside)
-            tl.store(target + half, _as_stored(new_high, key_scale, dtype, INTERPRETED), mask=is_inside)
+            tl.store(target, as_stored(new_low, key_scale, dtype, INTERPRETED), mask=is_inside)
+            tl.store(target + half, as_stored(new_high, key_scale, dtype, INTERPRETED), mask=is_inside)
             source = value + token * value_token_stride + heads * value_head_stride + pairs
             low = tl.load(source, mask=is_inside, other=0.0).to(tl.float32)
             high = tl.load(source + half, mask=is_inside, other=0.0).to(tl.float32)
             target = values + block * values_block_stride + offset * values_slot_stride + heads * values_head_stride + pairs
-            tl.store(target, _as_stored(low, value_scale, dtype, INTERPRETED), mask=is_inside)
-            tl.store(target + half, _as_stored(high, value_scale, dtype, INTERPRETED), mask=is_inside)
+            tl.store(target, as_stored(low, value_scale, dtype, INTERPRETED), mask=is_inside)
+            tl.store(target + half, as_stored(high, value_scale, dtype, INTERPRETED), mask=is_inside)
 
 
 def rope_and_write(

@@ -87,7 +87,7 @@ def test_a_row_takes_part_in_one_group() -> None:
 
 def test_rows_that_do_not_share_what_they_are_said_to_share_are_refused() -> None:
     rows = decodes(8, list(range(200)), tokens=810)
-    rows[3].slot.block_table[100] = BlockId(499)
+    rows[3].slot.edit_table(100, [BlockId(499)])
     with pytest.raises(ValueError, match="sequence 3"):
         plan(rows, [(list(range(8)), 200)])
 
