@@ -63,6 +63,8 @@ def _check(parts: list[Part], options: argparse.Namespace, root: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results = Results(options.rehearse, now, options.budget_s)
+    if options.rehearse:
+        parts = [part._replace(limit_s=options.budget_s) for part in parts]  # they are a GPU's
     plan = Plan(
         command=lambda part, records: [
             sys.executable, "-m", f"{__package__}.part", part.name, str(records), *(["rehearse"] if options.rehearse else []),

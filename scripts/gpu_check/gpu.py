@@ -52,12 +52,17 @@ class Gpu:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": _version("triton"),
-            "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
+            "interpreted": self.is_interpreted,
         }
 
     def sized(self, real: T, tiny: T) -> T:
         """`real` on a GPU, `tiny` in a rehearsal."""
         return tiny if self.is_rehearsal else real
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter, thousands of times slower than compiled."""
+        return self.is_rehearsal and self.facts.has_triton
 
     def runtime(self) -> WatchedRuntime:
         """New streams."""

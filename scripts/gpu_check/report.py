@@ -18,6 +18,10 @@ class Report:
         self._file = path.open("a", buffering=1)
         self._is_rehearsal = is_rehearsal
 
+    def close(self) -> None:
+        """There is nothing more to report."""
+        self._file.close()
+
     def say(self, text: str) -> None:
         """A line of progress."""
         print(text, flush=True)

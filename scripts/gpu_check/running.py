@@ -145,8 +145,9 @@ class Running:
 
     def _pass_on(self, part: Part, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._plan.say(f"{part.name}: {line.rstrip()}")
+        with process.stdout as lines:
+            for line in lines:
+                self._plan.say(f"{part.name}: {line.rstrip()}")
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -64,7 +64,7 @@ def run(report: Report, gpu: Gpu) -> None:
 
 def _cases(report: Report, gpu: Gpu, model: Path) -> list[Case]:
     """Prompts and their continuations, without those that rounding could decide."""
-    num_groups, members, num_tokens = gpu.sized((4, 16, 48), (3, 4, 32))
+    num_groups, members, num_tokens = gpu.sized((4, 16, 48), (2, 3, 16) if gpu.is_interpreted else (3, 4, 32))
     plain = PlainLlama(model, device=gpu.device)
     vocab_size = gpu.sized(SMOLLM2, TINY).vocab_size
     groups = [_group(number, members, vocab_size) for number in range(num_groups)]
@@ -108,8 +108,8 @@ async def _complete(gpu: Gpu, model: Path, cases: list[Case], settings: dict[str
         return executor
 
     config = gpu.config(
-        model, dtype="float32", block_size=BLOCK_SIZE, max_model_len=MAX_LEN, max_num_batched_tokens=48, max_num_seqs=32,
-        num_host_blocks=1024, **settings,
+        model, dtype="float32", block_size=BLOCK_SIZE, max_model_len=MAX_LEN, max_num_batched_tokens=48,
+        max_num_seqs=8 if gpu.is_interpreted else 32, num_host_blocks=1024, **settings,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=len(cases[0].expected), ignore_eos=True)
 
