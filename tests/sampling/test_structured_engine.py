@@ -217,10 +217,11 @@ async def test_a_grammar_at_fault_is_refused_in_time_and_alone(opened: OpenEngin
     asks = [asking([*PROMPT, seed], SCHEMA if seed == 3 else None, seed=seed, max_tokens=40) for seed in (3, 4, 5)]
     alone = [await answer(engine, ask) for ask in asks]
     good = asyncio.ensure_future(answers_to_all(engine, asks))
-    started = time.thread_time()
+    started, asked = time.thread_time(), time.perf_counter()
     with pytest.raises(ValidationError) as caught:
         await answer(engine, asking(PROMPT, wanted))
-    assert time.thread_time() - started < 0.5, "the loop does none of the work"
+    busy, took = time.thread_time() - started, time.perf_counter() - asked
+    assert busy < max(0.5, took / 3), "the loop does none of the work: what it does meanwhile is for the others"
     assert caught.value.field == "structured_outputs"
     assert len(str(caught.value)) < 1_200
     assert [one.token_ids for [one] in await good] == [one.token_ids for one in alone]
