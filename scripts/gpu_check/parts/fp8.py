@@ -119,4 +119,5 @@ def _measure_gains(report: Report, gpu: Gpu) -> None:
             )
             floor_s = work.decode_bytes(rows, context + num_steps / 2) / memory
             note = f"{step_s / floor_s:.2f} times the floor of {floor_s * 1e3:.3g} ms"
-            report.figure(f"Llama-8B, a decode step of {rows} rows, {name}", step_s * 1e3, "ms", note=note)
+            shape = gpu.sized("Llama-8B", "tiny")
+            report.figure(f"{shape}, a decode step of {rows} rows, {name}", step_s * 1e3, "ms", note=note)
