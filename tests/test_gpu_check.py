@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -25,15 +26,20 @@ from repertory.scripts.gpu_check.running import Plan, run_all
 from repertory.tests.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "gpu-check"
 ENDED = "report.right('all', True)"
 
 
 def gpu_check(*arguments: str, out: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script, on the interpreter of the tests."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("OUT", "TRITON_INTERPRET")}
-    environment |= {"PYTHON": sys.executable, **variables} | ({"OUT": str(out)} if out else {})
-    command = [ROOT / "scripts" / "gpu-check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    """Run the script to its end."""
+    variables |= {"OUT": str(out)} if out else {}
+    return subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, env=environment(**variables), timeout=250)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, but kernels are not interpreted, and the script runs on the interpreter of the tests."""
+    ours = {key: value for key, value in os.environ.items() if key not in ("OUT", "TRITON_INTERPRET")}
+    return ours | {"PYTHON": sys.executable} | variables
 
 
 def found(out: Path) -> Any:
@@ -99,6 +105,26 @@ def test_without_a_gpu_it_says_why_and_checks_nothing(tmp_path: Path) -> None:
     done = gpu_check("--parts", "swap", out=tmp_path / "out")
     assert done.returncode == 2 and "gpu-check: no GPU to check: " in done.stderr and "--rehearse" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_it_can_be_stopped_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    command, variables = [SCRIPT, "--rehearse", "--parts", "swap"], environment(OUT=str(tmp_path), TMPDIR=str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "swap: copies between the tiers" in process.stderr.readline()
+        while not (parts := children_of(process.pid)):
+            time.sleep(0.01)  # it says so and begins it then
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert all(map(is_gone, parts))
+    assert found(tmp_path)["parts"][0]["name"] == "swap"
+    assert not list(tmp_path.glob("gpu-check-*"))
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that any thread of `pid` has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def test_parts_are_run_in_the_order_of_the_list() -> None:
@@ -316,11 +342,10 @@ OWNERS = packages_distributions()
 sys.meta_path.insert(0, Refuse())
 os._exit(part.main(["table", {str(tmp_path / "records")!r}, "rehearse"]))
 """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     parents, held_open = os.pipe()  # at whose end it would end
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdin=parents, capture_output=True, text=True, env=environment, timeout=200
+            [sys.executable, "-c", program], stdin=parents, capture_output=True, text=True, env=environment(), timeout=200
         )
     finally:
         os.close(parents)

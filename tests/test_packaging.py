@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = ("protocol", "radix", "gpu", "actors")
-SCRIPTS = ("setup", "test", "check", "demo", "bench")
+SCRIPTS = ("setup", "test", "check", "demo", "bench", "gpu-check")
 
 
 def packages_in_folders():

@@ -27,8 +27,8 @@ PARTS = (
     Part("throughput", "prefill and decode of a Llama-8B shape against the device's own ceilings", 75, 30),
     Part("swap", "copies between the tiers: bits, bandwidth, what they cost the steps beside them", 60, 25),
     Part("graphs", "decode steps captured and launched one by one", 60, 25),
-    Part("fp8", "fp8 weights and KV: what they change and what they gain", 60, 25),
     Part("table", "static, continuous and chunked scheduling on the same arrivals, the whole engine", 75, 30),
+    Part("fp8", "fp8 weights and KV: what they change and what they gain", 60, 25),
 )
 
 BUDGET_S = 295.0

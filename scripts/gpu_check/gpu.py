@@ -40,6 +40,7 @@ class Gpu:
         else:
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("highest")  # an image may be set to less
             self.facts = facts_of(self.device)
 
     @property

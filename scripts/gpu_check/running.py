@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -62,12 +62,9 @@ def run_all(parts: Sequence[Part], plan: Plan, results: Results, written: Path) 
 
     try:
         for together in _groups(parts):
-            with ThreadPoolExecutor(plan.jobs) as pool:
+            with ThreadPoolExecutor(plan.jobs) as pool, running.ended_by_exceptions():
                 for future in [pool.submit(take_in, part) for part in together]:
                     future.result()
-    except BaseException:
-        running.end()
-        raise
     finally:
         order = [part.name for part in parts]
         results.parts.sort(key=lambda result: order.index(result.name))
@@ -109,11 +106,16 @@ class Running:
         self._plan.say(f"{part.name}: {state} after {result.seconds:.1f} s{result.error and f': {result.error}'}")
         return result, machine
 
-    def end(self) -> None:
-        """Kill what runs and begin nothing more."""
-        self._is_over = True
-        for process in list(self._processes):
-            _kill(process)
+    @contextmanager
+    def ended_by_exceptions(self) -> Iterator[None]:
+        """Where an exception leaves the block, what runs is killed, and nothing more is begun."""
+        try:
+            yield
+        except BaseException:
+            self._is_over = True
+            for process in list(self._processes):
+                _kill(process)
+            raise
 
     def _run(self, part: Part, records: Path, words: IO[str], limit_s: float) -> tuple[State, int]:
         """The state in which a part ended, and its process's exit status."""

@@ -15,6 +15,8 @@ from repertory.gpu.models.config import ModelConfig
 from repertory.gpu.models.weights import DecoderWeights, LayerWeights
 from repertory.tests.tiny_model import make_tiny_model
 
+from .gpu import Gpu
+
 
 class Shape(NamedTuple):
     """What a model is built like."""
@@ -47,6 +49,12 @@ TAME = 0.04
 def write_model(directory: Path, shape: Shape, *, weights: bool = True, spread: float = WIDE, **more: Any) -> Path:
     """Write a model directory of `shape`, the same every time; `more` as `make_tiny_model` has it."""
     return make_tiny_model(directory, weights=weights, initializer_range=spread, **shape._asdict(), **more)
+
+
+def write_tame(gpu: Gpu, directory: Path) -> tuple[Path, int]:
+    """The demo's shape with weights that leave rounding small, or a tiny one: the directory, and the vocabulary's size."""
+    shape = gpu.sized(SMOLLM2, TINY)._replace(tie_word_embeddings=False)
+    return write_model(directory, shape, spread=gpu.sized(TAME, TINY.hidden**-0.5)), shape.vocab_size
 
 
 class RandomWeights:

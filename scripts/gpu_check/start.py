@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> int:
     """Run `command.main` on the arguments; its exit status."""
-    # As an exception, so that the folder goes, and the parts' processes with it.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # As exceptions, so that the folder goes, and the parts' processes with it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         # The root of the checkout is the package, whatever its folder is called.
         Path(folder, "repertory").symlink_to(ROOT)

@@ -64,9 +64,6 @@ def _check(report: Report, gpu: Gpu, vocab_size: int, dtype: torch.dtype) -> Non
     report.right(
         f"draws from {vocab_size:,} {str(dtype)[6:]} logits", is_right, value=num_rows * rounds, unit="rows", note=note
     )
-    if not gpu.is_rehearsal:
-        seconds = gpu.seconds(lambda: _launch(sampler, logits, table, tokens.to(gpu.device), statuses.to(gpu.device)))
-        report.figure(f"a draw of {num_rows} rows of {vocab_size:,}", seconds * 1e3, "ms", note="beside other parts")
 
 
 def _rows(count: int, number: int) -> list[SamplingRow]:
@@ -88,9 +85,5 @@ def _logits(gpu: Gpu, num_rows: int, vocab_size: int, *, seed: int) -> Tensor:
 
 def _draw(sampler: DeviceSampler, logits: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     tokens, statuses = (torch.full((len(logits),), -7, dtype=torch.int32, device=logits.device) for _ in range(2))
-    _launch(sampler, logits, table, tokens, statuses)
-    return tokens.cpu(), statuses.cpu()
-
-
-def _launch(sampler: DeviceSampler, logits: Tensor, table: Tensor, tokens: Tensor, statuses: Tensor) -> None:
     sampler.draw(logits, table, num_rows=len(logits), tokens=tokens, statuses=statuses)
+    return tokens.cpu(), statuses.cpu()

@@ -36,11 +36,13 @@ class Work(NamedTuple):
     kv_bytes: int
     attention: int
     """Multiply-adds, scores and values, of a token and one of its keys, over all layers."""
-    element_bytes: int
+    layer_bytes: int
+    """Of an element of a layer's matrix."""
+    head_bytes: int
 
     def decode_bytes(self, rows: int, context: float) -> float:
         """What a decode step reads."""
-        return (self.layers + self.head) * self.element_bytes + rows * context * self.kv_bytes
+        return self.layers * self.layer_bytes + self.head * self.head_bytes + rows * context * self.kv_bytes
 
     def prefill_operations(self, num_tokens: int, context: int) -> float:
         """Of prompts of `context` tokens, `num_tokens` together; the head works for the last token of each."""
@@ -86,7 +88,8 @@ def work_of(model: ModelConfig, *, element_bytes: int) -> Work:
         head=model.vocab_size * model.hidden_size,
         kv_bytes=2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes,
         attention=2 * model.num_layers * attended,
-        element_bytes=element_bytes,
+        layer_bytes=element_bytes,
+        head_bytes=element_bytes,
     )
 
 
@@ -109,7 +112,7 @@ def _measure_prefill(report: Report, gpu: Gpu, driver: Driver, seqs: list[Sequen
 def _measure_decode(report: Report, gpu: Gpu, driver: Driver, seqs: list[SequenceId], work: Work, ceilings: Ceilings) -> None:
     num_steps = gpu.sized(NUM_STEPS, 3)
     driver.decode(seqs, gpu.sized(4, 1))
-    context = driver.length(seqs[0]) + num_steps / 2
+    context = statistics.fmean(driver.length(seq_id) for seq_id in seqs) + num_steps / 2
     ran = driver.decode(seqs, num_steps)
     step_s, device_s = statistics.median(ran.gaps_s), statistics.median(done.seconds for done in ran.done)
     floor_s = work.decode_bytes(len(seqs), context) / ceilings.memory
