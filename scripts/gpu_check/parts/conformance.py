@@ -30,7 +30,7 @@ from ..shapes import SMOLLM2, TINY, write_model
 MARGIN = 8.0
 """By how many times the difference between float32 and float64 a token must win."""
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, SMALL_BLOCK = 16, 4
 MAX_LEN = 256
 
 
@@ -56,9 +56,10 @@ def run(report: Report, gpu: Gpu) -> None:
         report.say("model written")
         cases = _cases(report, gpu, model)
         _check(report, gpu, cases, "with room for all", partial(_run_engine, gpu, model, cases, num_device_blocks=2048))
-        # A quarter of what all want together, not counting what they share.
-        num_blocks = sum(-(-(len(case.prompt) + len(case.expected)) // BLOCK_SIZE) for case in cases) // 4
-        tight = {"num_device_blocks": max(num_blocks, MAX_LEN // BLOCK_SIZE), "preemption_mode": "swap"}
+        # A quarter of what all want together, not counting what they share; in small blocks, so that a copy has several.
+        num_tokens = sum(len(case.prompt) + len(case.expected) for case in cases) // 4
+        num_blocks = max(num_tokens, MAX_LEN) // SMALL_BLOCK
+        tight = {"num_device_blocks": num_blocks, "block_size": SMALL_BLOCK, "preemption_mode": "swap"}
         _check(report, gpu, cases, "preempted by swap", partial(_run_engine, gpu, model, cases, **tight), is_tight=True)
 
 
@@ -107,10 +108,9 @@ async def _complete(gpu: Gpu, model: Path, cases: list[Case], settings: dict[str
         runtimes.append(runtime)
         return executor
 
-    config = gpu.config(
-        model, dtype="float32", block_size=BLOCK_SIZE, max_model_len=MAX_LEN, max_num_batched_tokens=48,
-        max_num_seqs=8 if gpu.is_interpreted else 32, num_host_blocks=1024, **settings,
-    )  # fmt: skip
+    common = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "max_num_batched_tokens": 48, "num_host_blocks": 2048}
+    max_num_seqs = 8 if gpu.is_interpreted else 32
+    config = gpu.config(model, dtype="float32", max_num_seqs=max_num_seqs, **common | settings)
     params = SamplingParams(temperature=0.0, max_tokens=len(cases[0].expected), ignore_eos=True)
 
     async def complete(engine: Engine, case: Case) -> list[int]:
