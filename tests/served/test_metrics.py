@@ -76,8 +76,9 @@ async def test_a_view_of_a_crowd_is_bounded_and_names_the_oldest(open_core: Open
     core: Core = await open_core(max_num_seqs=4, num_device_blocks=512)
     engine = await core.connect()
     prefixes = [prompt_of(40, seed) for seed in range(2)]
+    params = msgspec.structs.replace(greedy(1800), ignore_eos=True)  # none is over before all are there
     streams = [
-        engine.generate(prefixes[number % 2] + prompt_of(5, number), greedy(900), request_id=f"{number} " + "x" * 900)
+        engine.generate(prefixes[number % 2] + prompt_of(5, number), params, request_id=f"{number} " + "x" * 900)
         for number in range(40)
     ]
     readers = [asyncio.ensure_future(last_of(stream)) for stream in streams]
