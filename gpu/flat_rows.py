@@ -38,7 +38,8 @@ def flat_rows(rows: Sequence[Row], *, num_blocks: int, block_size: int) -> FlatR
     """Lay out `rows`. Raises `ValueError` for a block table that does not reach its row's end, `IndexError` for a block
     outside the pool: what computes checks nothing.
     """
-    counts = [row.end - row.start for row in rows]
+    starts = np.array([row.start for row in rows], np.int64)
+    counts = np.array([row.end for row in rows], np.int64) - starts
     needed = [-(-row.end // block_size) for row in rows]
     for row, blocks in zip(rows, needed, strict=True):
         if len(row.slot.block_table) < blocks:
@@ -48,11 +49,11 @@ def flat_rows(rows: Sequence[Row], *, num_blocks: int, block_size: int) -> FlatR
     parts = [row.slot.table(blocks) for row, blocks in zip(rows, needed, strict=True)]
     tables = np.concatenate(parts) if parts else np.empty(0, np.int32)
     check_range(tables, num_blocks, "block", "pool")
-    first_tokens = [0, *itertools.accumulate(counts)]
+    ends = np.cumsum(counts)
+    first_tokens = [0, *ends.tolist()]
     first_blocks = [0, *itertools.accumulate(needed)]
-    shifts = np.array([row.start - at for row, at in zip(rows, first_tokens, strict=False)], np.int64)
-    positions = np.arange(first_tokens[-1]) + np.repeat(shifts, np.array(counts, np.int64))
-    first_block_of = np.repeat(np.array(first_blocks[:-1], np.int64), np.array(counts, np.int64))
+    positions = np.arange(first_tokens[-1]) + np.repeat(starts - (ends - counts), counts)
+    first_block_of = np.repeat(np.array(first_blocks[:-1], np.int64), counts)
     return FlatRows(
         token_ids=_flat(row.slot.token_ids[row.start : row.end] for row in rows),
         positions=positions,

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -99,7 +100,7 @@ class ComputeThread:
     def _run_all(self, executor: Executor) -> None:
         is_sound = True
         while (step := self._steps.get()) is not None:
-            is_sound = is_sound and self._answer(executor, step, lambda step=step: executor.run_step(step))  # type: ignore[misc]
+            is_sound = is_sound and self._answer(executor, step, partial(executor.run_step, step))
 
     def _launch_all(self, executor: LaunchingExecutor) -> None:
         answers = _Answering(self, executor)

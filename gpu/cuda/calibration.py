@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...protocol.errors import ConfigError
-from ...protocol.ids import BlockId, SequenceId
-from ...protocol.messages import NewRow
 from ...protocol.sampling import SamplingParams
-from ..slots import Row, Slot
+from ..slots import Row
 from .fp8 import LARGEST
-from .plan import GpuPlan, PoolShape, make_plan
+from .lone_steps import random_slot, run_alone
+from .plan import PoolShape, make_plan
 from .pools import DevicePool, KvScales
 from .runtime import Runtime
 from .stepping import Limits, StepRunner
@@ -52,31 +50,13 @@ def measure_scales(runtime: Runtime, runner: StepRunner, pool: DevicePool, *, vo
     largest: list[Tensor] = []
     runtime.compute.launch(lambda: _clear(pool))
     for prompt in range(NUM_PROMPTS):
-        slot = _slot(prompt, num_tokens, shape)
+        slot = random_slot(prompt, num_tokens, shape, SamplingParams())
         for start in range(0, num_tokens, chunk):
             row = Row(slot, start, min(start + chunk, num_tokens), 0)
-            _run(runtime, runner, make_plan([row], [], shape, {}))
+            run_alone(runner, runtime, make_plan([row], [], shape, {}))
         runtime.compute.launch(lambda: largest.append(_largest(pool)))
         runtime.compute.record().synchronize()
     return [_scales(layer, *pair) for layer, pair in enumerate(torch.stack(largest).amax(dim=0).tolist())]
-
-
-def _slot(prompt: int, num_tokens: int, shape: PoolShape) -> Slot:
-    tokens = np.random.default_rng(prompt).integers(shape.vocab_size, size=num_tokens).tolist()
-    table = [BlockId(block) for block in range(-(-num_tokens // shape.block_size))]
-    return Slot(NewRow(SequenceId(1), tokens, num_tokens, SamplingParams(), table))
-
-
-def _run(runtime: Runtime, runner: StepRunner, plan: GpuPlan) -> None:
-    staged = runner.stage(0, plan, [], [])
-    inputs = runner.inputs(plan)
-
-    def work() -> None:
-        runner.launch_inputs(staged)
-        runner.launch_hidden(staged.num_tokens, inputs)
-
-    runtime.compute.launch(work)
-    runtime.compute.record().synchronize()
 
 
 def _clear(pool: DevicePool) -> None:

@@ -88,10 +88,7 @@ class GpuDecoder:
             positions=tokens.positions,
             cos_sin=self._cos_sin,
             slots=tokens.slots,
-            keys=cache.keys,
-            values=cache.values,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
+            cache=cache,
         )
         out = query.new_empty(query.shape)
         backend, inputs = attending

@@ -114,18 +114,17 @@ class GpuExecutor:
 
     def _launch(self, step: RunStep) -> PendingStep:
         rows = self._slots.apply(step)
-        sampling = [row for row in rows if row.samples]
         waits = any(_needs_host(row) for row in rows)
         self._settle(leaving=0 if waits else 1)
         if waits:
             self._answers.forget(step)
         plan = make_plan(rows, step.shared_groups, self._shape, self._places_of_unknown())
-        draws = draws_of(sampling)
+        draws = draws_of(plan.sampling)
         self._turn += 1
         launched = self._launch_waiting(step, plan, draws) if waits else self._launch_ahead(step, plan, draws)
         pending = PendingStep(self, step, plan.sampling, launched)
         if launched.found is None:
-            for row in sampling:
+            for row in plan.sampling:
                 row.slot.token_ids.append(UNKNOWN)
         self._pending.append(pending)
         if waits:

@@ -137,7 +137,7 @@ def why_not_quantized(weight: Tensor) -> str | None:
 # ---- quantising ---------------------------------------------------------------------------------
 
 
-def quantized(values: Tensor, scale: Tensor) -> Tensor:
+def quantized(values: Tensor, scale: Tensor | float) -> Tensor:
     """`values` divided by `scale`, which broadcasts, in float8. Rounds to the nearest and saturates; NaN stays NaN."""
     # Clamped here: what a conversion does beyond the range differs between torch's versions and devices.
     return (values.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)

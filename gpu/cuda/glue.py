@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..models.decoder import rms_norm
 from ..models.rope import rotate
+from .attention.contract import PagedKeysValues
+from .fp8 import quantized
 
 
 class Glue(Protocol):
@@ -35,18 +37,14 @@ class Glue(Protocol):
         positions: Tensor,
         cos_sin: Tensor,
         slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        cache: PagedKeysValues,
     ) -> None:
         """Turn `query` in place, and write turned keys and the values into a layer's part of the pool.
 
         `query` is [tokens, num_heads, head_dim], `key` and `value` [tokens, num_kv_heads, head_dim]: views of one fused
         projection, contiguous in the last dimension. `positions` int64 [tokens] indexes `cos_sin` float32
         [positions, head_dim], cosines before sines. `slots` int64 [tokens] is block * block_size + offset; a negative one
-        writes nothing. `keys` and `values` are views [num_blocks, block_size, num_kv_heads, head_dim] with any strides but
-        1 in the last dimension, of the projection's dtype or float8: then they hold what was divided by the scales.
+        writes nothing. `cache` is of the projection's dtype or float8, with any strides but 1 in the last dimension.
         """
         ...
 
@@ -91,19 +89,16 @@ class TorchGlue:
         positions: Tensor,
         cos_sin: Tensor,
         slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        cache: PagedKeysValues,
     ) -> None:
         """See `Glue.rope_and_write`. Waits for the device where a slot is negative."""
         cos, sin = cos_sin[positions].to(query.dtype)[:, None].chunk(2, dim=-1)
         query.copy_(rotate(query, cos, sin))
         written = (slots >= 0).nonzero().flatten()
-        block_size = keys.shape[1]
+        block_size = cache.keys.shape[1]
         places = (slots[written] // block_size, slots[written] % block_size)
         turned = rotate(key, cos, sin)
-        for target, source, scale in ((keys, turned, key_scale), (values, value, value_scale)):
+        for target, source, scale in ((cache.keys, turned, cache.key_scale), (cache.values, value, cache.value_scale)):
             _bits(target).index_put_(places, _bits(_as_stored(source[written], target.dtype, scale)))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -127,11 +122,8 @@ class TorchGlue:
 
 
 def _as_stored(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """`values` as a pool of `dtype` holds them; float8 saturates."""
-    if dtype == values.dtype:
-        return values
-    limit = torch.finfo(dtype).max
-    return (values.float() / scale).clamp(-limit, limit).to(dtype)
+    """`values` as a pool of `dtype`, their own or float8, holds them."""
+    return values if dtype == values.dtype else quantized(values, scale)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from .runtime import Graph, Runtime
 
@@ -30,7 +31,7 @@ def is_better_shared(runs: Sequence[tuple[Sequence[int], int]], key_bytes: int) 
 def captured_sizes(max_rows: int) -> list[int]:
     """Numbers of rows worth capturing: dense where a row more costs most, and the largest step that there is.
 
-    No step of more than 8 rows is padded by more than a third of itself.
+    A step is padded by at most 3 rows up to 8, 7 up to 64, 15 up to 256 and 31 beyond.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST + 1, 32)]
     return sorted({size for size in sizes if size < max_rows} | {min(max_rows, LARGEST)})
@@ -44,9 +45,10 @@ class DecodeGraphs:
         self._graphs: dict[int, Graph] = {}
         # The largest first: the others fit into its memory.
         for size in reversed(self._sizes):
-            runtime.compute.launch(lambda size=size: launch(size))  # type: ignore[misc] # loads kernels, which cannot be captured
+            work = partial(launch, size)
+            runtime.compute.launch(work)  # loads kernels, which cannot be captured
             runtime.compute.record().synchronize()
-            self._graphs[size] = runtime.capture(lambda size=size: launch(size))  # type: ignore[misc]
+            self._graphs[size] = runtime.capture(work)
 
     def size_for(self, num_rows: int) -> int | None:
         """The captured size that a step of `num_rows` decode rows runs in; None: it is larger than all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -40,8 +39,6 @@ from .runtime import DeviceMemory, Runtime
 from .sizing import num_device_blocks, num_host_blocks
 from .stepping import Limits, StepRunner
 from .torch_runtime import TorchRuntime
-
-_log = logging.getLogger(__name__)
 
 
 class LoadModel(Protocol):
@@ -217,7 +214,6 @@ def _load(runtime: Runtime, config: EngineConfig, model_dir: Path, facts: Device
         capability=facts.capability,
     )
     choice = choose_attention(config.attention_backend, needs)
-    _log.info(f"attention: {choice}")
     weights, layers = load(
         model_dir, model, convert=partial(layer_matrices, make=_make_matrix(config, facts)), dtype=dtype, device=runtime.device
     )

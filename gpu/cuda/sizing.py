@@ -7,7 +7,6 @@ that took at most. What captured steps take is measured the same way.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
 from ...protocol.config import FIELDS, EngineConfig
 from ...protocol.errors import ConfigError
@@ -21,36 +20,23 @@ _HOST_SHARE = 0.5
 _log = logging.getLogger(__name__)
 
 
-class MeasuredUse(NamedTuple):
-    """Bytes of the device that are not the pool's: of this process at most, and of everybody else."""
-
-    own_bytes: int
-    others_bytes: int
-
-
-def measured_use(memory: DeviceMemory) -> MeasuredUse:
-    """From the device's memory after the largest step has run, the small pool aside.
-
-    What is neither free nor the allocator's belongs to other processes, or to CUDA itself on our behalf.
-    """
-    others = memory.total_bytes - memory.free_bytes - memory.reserved_bytes
-    return MeasuredUse(memory.peak_bytes, max(0, others))
-
-
 def num_device_blocks(config: EngineConfig, memory: DeviceMemory, block_bytes: int) -> int:
-    """Blocks of the device's pool. Raises `ConfigError` naming the key if fewer than two fit, or fewer than asked for."""
-    use = measured_use(memory)
+    """Blocks of the device's pool, by the device's memory after the largest step: its peak is what this process needs beside.
+
+    Raises `ConfigError` naming the key if fewer than two fit, or fewer than asked for.
+    """
+    # What is neither free nor the allocator's belongs to other processes, or to CUDA itself on our behalf.
+    others_bytes = max(0, memory.total_bytes - memory.free_bytes - memory.reserved_bytes)
+    taken = memory.peak_bytes + others_bytes
     usable = config.gpu_memory_utilization * memory.total_bytes
-    left = usable - use.own_bytes - use.others_bytes
-    fitting = max(0, int(left // block_bytes))
+    fitting = max(0, int((usable - taken) // block_bytes))
     said = (
         f"of the device's {memory.total_bytes / GIB:.1f} GiB this engine may use {usable / GIB:.1f} "
         f"(gpu_memory_utilization {config.gpu_memory_utilization:g}); weights and the largest step take "
-        f"{use.own_bytes / GIB:.1f} GiB, CUDA and other processes {use.others_bytes / GIB:.1f}"
+        f"{memory.peak_bytes / GIB:.1f} GiB, CUDA and other processes {others_bytes / GIB:.1f}"
     )
     if config.num_device_blocks is not None:
-        free = (memory.total_bytes - use.own_bytes - use.others_bytes) // block_bytes
-        if config.num_device_blocks > free:
+        if config.num_device_blocks > (memory.total_bytes - taken) // block_bytes:
             wanted = config.num_device_blocks * block_bytes / GIB
             raise ConfigError(
                 f"num_device_blocks {config.num_device_blocks} needs {wanted:.1f} GiB; {said}", key="num_device_blocks"

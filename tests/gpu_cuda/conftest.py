@@ -42,7 +42,7 @@ def glue(request: pytest.FixtureRequest) -> Glue:
 def quick_interpreter() -> Iterator[None]:
     """For kernels of many small functions: the interpreter looks through Triton's modules anew for each call of one.
 
-    What it finds there to replace stays replaced after the first call, so the others need not look: nine tenths of the time.
+    What it finds there to replace stays replaced after the first call, so the others need not look: half of the time.
     """
     from triton.runtime import interpreter
 

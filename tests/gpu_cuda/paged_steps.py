@@ -10,6 +10,7 @@ from torch import Tensor
 
 from repertory.gpu.cuda.attention.contract import AttentionBackend, AttentionInputs, PagedKeysValues, SharedRun
 from repertory.gpu.cuda.attention.triton_paged import HeadShape, TritonPaged
+from repertory.tests.gpu_cuda.paged_batches import attend_plainly
 
 LAYER = 1
 NUM_LAYERS = 3
@@ -113,12 +114,9 @@ class PagedStep:
         return torch.cat([torch.empty(0, *self.query.shape[1:], dtype=torch.float64), *results])
 
     def _expected_row(self, index: int, query: Tensor) -> Tensor:
-        group = self.heads.num_heads // self.heads.num_kv_heads
-        keys = (self.cache.keys[self._slots(index)].double() * self.cache.key_scale).repeat_interleave(group, dim=1)
-        values = (self.cache.values[self._slots(index)].double() * self.cache.value_scale).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * self.heads.head_dim**-0.5
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(keys) - len(query) + 1)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+        keys = self.cache.keys[self._slots(index)].double() * self.cache.key_scale
+        values = self.cache.values[self._slots(index)].double() * self.cache.value_scale
+        return attend_plainly(query, keys, values)
 
     def _slots(self, index: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(self.rows[index].context)

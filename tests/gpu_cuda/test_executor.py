@@ -10,7 +10,6 @@ import pytest
 
 from repertory.gpu.cpu.executor import CpuExecutor
 from repertory.gpu.cuda.executor import GpuExecutor, PendingStep
-from repertory.gpu.cuda.stepping import StepRunner
 from repertory.gpu.executor import LaunchingExecutor
 from repertory.protocol.config import EngineConfig
 from repertory.protocol.errors import ConfigError
@@ -304,34 +303,6 @@ def test_a_token_that_nobody_knows_and_ids_out_of_range_are_refused(tiny_model: 
     stepper.add(1, [5] * 9, shared=[BlockId(200), BlockId(3), BlockId(4)], room=0)
     with pytest.raises(IndexError, match="block 200 is outside the pool"):
         stepper.step({1: 9})
-
-
-def test_a_step_beyond_the_limits_is_refused_by_name(tiny_model: Path) -> None:
-    executor, _ = open_late(tiny_model, max_num_seqs=2, max_num_batched_tokens=16)
-    stepper = Stepper(executor)
-    for n in (1, 2, 3):
-        stepper.add(n, [5, 6])
-    with pytest.raises(ValueError, match="a step of 3 rows; this device was opened for 2"):
-        stepper.step({1: 2, 2: 2, 3: 2})
-    stepper = Stepper(open_late(tiny_model, max_num_seqs=2, max_num_batched_tokens=16)[0])
-    stepper.add(1, [5] * 17)
-    with pytest.raises(ValueError, match="a step of 17 tokens; this device was opened for 16"):
-        stepper.step({1: 17})
-
-
-def test_the_step_that_is_measured_has_all_the_tokens_that_a_step_may_have(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[tuple[int, int]] = []
-    really = StepRunner.launch_hidden
-
-    def launch_hidden(self: StepRunner, num_tokens: int, inputs: Any) -> Any:
-        sizes.append((num_tokens, self.limits.num_tokens))
-        return really(self, num_tokens, inputs)
-
-    monkeypatch.setattr(StepRunner, "launch_hidden", launch_hidden)
-    open_late(tiny_model, max_num_seqs=5, max_num_batched_tokens=600, max_model_len=128)
-    assert sizes[0] == (600, 600)
 
 
 def test_waiting_is_only_what_copies_cost(tiny_model: Path) -> None:

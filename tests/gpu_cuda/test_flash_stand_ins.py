@@ -70,7 +70,7 @@ def test_varlen_refuses(pages: dict[str, Any], changed: Any, words: str) -> None
 
 
 def test_varlen_takes_what_is_not_changed(pages: dict[str, Any]) -> None:
-    fake_flash_attn.flash_attn_varlen_func(**pages)
+    assert fake_flash_attn.flash_attn_varlen_func(**pages).shape == pages["q"].shape
 
 
 @pytest.mark.parametrize("module", [fake_flash_attn, fake_flash_attn_interface])

@@ -206,7 +206,7 @@ def test_keys_and_values_beyond_their_scale_saturate(tiny_model: Path) -> None:
     value[0, 0, 0] = float("nan")
     TorchGlue().rope_and_write(
         torch.zeros(1, 4, 16), key, value, positions=torch.tensor([0]), cos_sin=angles, slots=torch.tensor([5]),
-        keys=cache.keys, values=cache.values, key_scale=cache.key_scale, value_scale=cache.value_scale,
+        cache=cache,
     )  # fmt: skip
     assert bool((cache.keys[1, 1].float() == LARGEST).all())
     assert bool(cache.values[1, 1, 0, 0].float().isnan())

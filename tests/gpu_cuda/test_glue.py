@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from repertory.gpu.cuda.attention.contract import PagedKeysValues
 from repertory.gpu.cuda.glue import Glue, TorchGlue
 from repertory.gpu.cuda.kernels import activation, blocks, norms, rope
 from repertory.gpu.cuda.triton_glue import TritonGlue
@@ -156,8 +157,7 @@ def test_each_method_is_one_launch_and_reads_nothing_back(triton_glue: TritonGlu
             positions=ids,
             cos_sin=empty(8, 64, dtype=torch.float32),
             slots=ids,
-            keys=pool[:, 0, 0],
-            values=pool[:, 0, 1],
+            cache=PagedKeysValues(pool[:, 0, 0], pool[:, 0, 1]),
         ),
     )
     for number, call in enumerate(calls, 1):

@@ -91,7 +91,8 @@ def test_every_decode_step_has_a_captured_one_that_is_not_much_larger(max_rows: 
     graphs = DecodeGraphs(LazyRuntime(), sizes, lambda num_rows: None)
     for num_rows in range(1, min(max_rows, LARGEST) + 1):
         size = graphs.size_for(num_rows)
-        assert size is not None and num_rows <= size <= max(8, num_rows * 4 / 3 + 7)
+        most = 3 if num_rows <= 8 else 7 if num_rows <= 64 else 15 if num_rows <= 256 else 31
+        assert size is not None and num_rows <= size <= num_rows + most
     assert graphs.size_for(0) is None
     assert graphs.size_for(min(max_rows, LARGEST) + 1) is None
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from repertory.gpu.cuda.attention.contract import PagedKeysValues
 from repertory.gpu.cuda.glue import Glue, TorchGlue
 from repertory.gpu.cuda.triton_glue import TritonGlue
 from repertory.tests.gpu_cuda.comparing import assert_near, assert_same_bits, cut_out
@@ -71,10 +72,7 @@ class Step:
             positions=self.positions[rows],
             cos_sin=self.cos_sin,
             slots=self.slots[rows],
-            keys=self.pool[:, 1, 0],
-            values=self.pool[:, 1, 1],
-            key_scale=key_scale,
-            value_scale=value_scale,
+            cache=PagedKeysValues(self.pool[:, 1, 0], self.pool[:, 1, 1], key_scale, value_scale),
         )
 
 
@@ -144,7 +142,7 @@ class TestRope:
             torch_glue: (query.clone(), keys.clone(), values.clone()),
         }
         for glue, (turned, its_keys, its_values) in written.items():
-            glue.rope_and_write(turned, key, value, **where, keys=its_keys, values=its_values)
+            glue.rope_and_write(turned, key, value, **where, cache=PagedKeysValues(its_keys, its_values))
         assert written[triton_glue][1].stride() != written[triton_glue][2].stride()
         for tensors in zip(*written.values(), strict=True):
             assert_near(*tensors)
@@ -197,8 +195,7 @@ class TestRope:
             positions=torch.tensor([0]),
             cos_sin=torch.tensor([[1.0, 1.0, 0.0, 0.0]]),
             slots=torch.tensor([4 * (1 << 20) + 3]),
-            keys=pool,
-            values=pool[:, :, :, :],
+            cache=PagedKeysValues(pool, pool[:, :, :, :]),
         )
         assert pool[-1, 3].float().eq(1).all()
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from repertory.gpu.cuda.attention import triton_paged
 from repertory.gpu.cuda.attention.contract import PagedKeysValues
@@ -24,24 +23,7 @@ MANY = 200
 """Multiprocessors of a device on which a few rows' contexts are split as far as their keys allow."""
 
 
-_called: set[str] = set()
-
-
-@pytest.fixture(autouse=True)
-def quick_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter prepares Triton's language again for each function that a kernel calls: half of its time.
-
-    It need not, after the first function of a module.
-    """
-    prepared = InterpretedFunction.__call__
-
-    def call(self: InterpretedFunction[Any], *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__ in _called:
-            return self.rewrite()(*args, **kwargs)
-        _called.add(self.fn.__module__)
-        return prepared(self, *args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "__call__", call)
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
 def assert_right(step: PagedStep, backend: TritonPaged | None = None, tolerance: float | None = None) -> Tensor:
@@ -344,6 +326,7 @@ def test_warming_up_needs_a_pool_of_one_block_only() -> None:
     for max_rows in (1, 40):
         backend = TritonPaged(SMALL, max_rows=max_rows, num_sms=8, device=torch.device("cpu"))
         backend.warm_up(PagedKeysValues(pool[:, 0], pool[:, 1]), torch.float16)
+        assert not pool.any(), "it writes nothing there"
 
 
 class Launch(NamedTuple):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.contract import PagedKeysValues
 from .launch import INTERPRETED, Variant
 
 _PAIRS = 512
@@ -133,12 +134,10 @@ def rope_and_write(
     positions: Tensor,
     cos_sin: Tensor,
     slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    cache: PagedKeysValues,
 ) -> None:
     """See `Glue.rope_and_write`."""
+    keys, values = cache.keys, cache.values
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     assert head_dim % 2 == 0 and all(x.stride(-1) == 1 for x in (query, key, value, cos_sin, keys, values))
@@ -156,8 +155,8 @@ def rope_and_write(
         slots,
         keys,
         values,
-        float(key_scale),
-        float(value_scale),
+        cache.key_scale,
+        cache.value_scale,
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],

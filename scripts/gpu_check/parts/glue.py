@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from repertory.gpu.cuda.attention.contract import PagedKeysValues
 from repertory.gpu.cuda.glue import Glue, TorchGlue
 
 from ..gpu import Gpu
@@ -110,7 +111,7 @@ def _rotate(glue: Glue, shape: Shape, fused: Tensor) -> Outputs:
     angles = torch.arange(4096, device=device)[:, None] * frequencies
     glue.rope_and_write(
         query, key, value, positions=positions, cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1), slots=slots,
-        keys=pool[:, 1, 0], values=pool[:, 1, 1],
+        cache=PagedKeysValues(pool[:, 1, 0], pool[:, 1, 1]),
     )  # fmt: skip
     return [query, pool]
 
