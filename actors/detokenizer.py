@@ -74,6 +74,8 @@ class Detokenizer:
     async def recover(self) -> None:
         """A new core. Whatever was open is asked for again; the message that was at hand is not handled twice."""
         culprit = self._batch.popleft() if self._batch else None
+        if isinstance(culprit, TokensSampled):
+            self._enter(culprit)  # nobody will say again that these have opened, unless they are asked for
         awaited = {
             request_id: [index for index, told in by_index.items() if told.has_ended]
             for request_id, by_index in self.told.items()
@@ -103,15 +105,19 @@ class Detokenizer:
         # What is over here and ends there (after a stop string, or said twice) is closed there now, if it was not before.
         self._unsent.extend(Closed([request_id]) for request_id, _ in _unopened(message) if request_id in self.over)
         if isinstance(message, TokensSampled):
-            for opening in message.opened:
-                if opening.request_id not in self.over:
-                    self.told.setdefault(opening.request_id, {})
+            self._enter(message)
             deltas, aborts = self.core.on_tokens(message)
             self._unsent.extend(aborts)
             self._asked.difference_update(opening.request_id for opening in message.opened)
         else:
             deltas = self.core.on_refused(message)
         await self._hand_over(deltas)
+
+    def _enter(self, message: TokensSampled) -> None:
+        """Requests that open with this message are open here, with nothing told of them yet."""
+        for opening in message.opened:
+            if opening.request_id not in self.over:
+                self.told.setdefault(opening.request_id, {})
 
     async def _hand_over(self, deltas: list[TextDelta]) -> None:
         if self._replayed:

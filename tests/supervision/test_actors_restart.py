@@ -117,6 +117,27 @@ async def test_a_crash_at_any_message_of_a_short_run(
     await check_over(s)
 
 
+@pytest.mark.parametrize("number", range(1, 26))
+async def test_a_crash_before_anything_was_written_down(stage: Any, number: int) -> None:
+    requests = crowd(5, max_tokens=8, seed=7)
+    expected = await expected_of(stage, requests)
+    s = await stage(block_size=4, max_num_seqs=2)
+    detokenizer, terminals, num_calls = s.engine._company.detokenizer, Terminals(s.engine), 0
+    really = detokenizer._handle
+
+    async def handle(message: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (number, number + 2):
+            raise Bug("at once")
+        await really(message)
+
+    detokenizer._handle = handle
+    assert await results(begin(s.engine, requests)) == expected
+    terminals.check(5)
+    await check_over(s)
+
+
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final_only"])
 async def test_every_kind_of_output_is_whole_after_a_crash(stage: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     s = await stage(block_size=4)
