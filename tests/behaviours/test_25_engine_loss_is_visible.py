@@ -20,6 +20,8 @@ import pytest
 from repertory import Engine, EngineDeadError, RequestStream, SamplingParams
 from repertory.tests.engine.stage import prompt_of, until
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 SILENCE_S = 1.0
 

@@ -18,6 +18,8 @@ import pytest
 from repertory.scripts.demos.serve import descendants
 from repertory.tests.conformance.server_process import running_server
 
+pytestmark = pytest.mark.alone
+
 HEARTBEAT_S = 2.0
 KILLED_S, STUCK_S = 2.0, HEARTBEAT_S + 2.0
 """Within which a loss is to be seen."""

@@ -27,6 +27,8 @@ from repertory.tests.engine.stage import greedy, last_of, prompt_of
 from repertory.tests.served.conftest import Core, OpenCore
 from repertory.tests.served.raw import heard, raw, welcomed
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")
 MINE = 77
 

@@ -19,6 +19,8 @@ from repertory.tests.conformance.server_process import server_process
 from repertory.tests.engine.stage import until
 from repertory.tests.tiny_model import make_tiny_model
 
+pytestmark = pytest.mark.alone
+
 BOUND_S = 0.1
 TRIES = 5
 LONG_TRIES = 3

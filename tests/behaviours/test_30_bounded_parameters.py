@@ -52,6 +52,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("params", WRONG, ids=lambda params: next(iter(params)))
 async def test_it_is_refused_within_a_second_and_takes_no_memory(stage: Any, params: dict[str, Any]) -> None:
     s = await stage(block_size=4)

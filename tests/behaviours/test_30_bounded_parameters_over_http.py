@@ -10,6 +10,8 @@ import pytest
 from repertory.tests.engine.stage import greedy, prompt_of
 from repertory.tests.http.served import error_of
 
+pytestmark = pytest.mark.alone
+
 WRONG: list[dict[str, Any]] = [
     {"n": 10**6},
     {"n": 10**100},
@@ -58,8 +60,9 @@ async def test_it_is_refused_within_a_second_before_anything_is_made(served: Any
         asked = {"messages": [{"role": "user", "content": "hi"}]}
         if field == "logprobs":
             wrong, field = {"logprobs": True, "top_logprobs": wrong["logprobs"]}, "top_logprobs"
+    request = s.http.build_request("POST", path, json={**asked, **wrong})  # the client's own work, not the server's
     started = time.monotonic()
-    answer = await s.http.post(path, json={**asked, **wrong})
+    answer = await s.http.send(request)
     assert time.monotonic() - started < 1
     error = error_of(answer, 404 if field == "model" else 400)
     assert error["param"] == field
@@ -80,8 +83,9 @@ async def test_a_number_that_is_none_is_refused(served: Any, number: str) -> Non
 @pytest.mark.parametrize("prompt", [["x"] * 300, [[5]] * 300, ["x"] * 200_000, [[]] * 200_000])
 async def test_too_many_prompts_are_refused(served: Any, prompt: Any) -> None:
     s = await served(block_size=4)
+    request = s.http.build_request("POST", "/v1/completions", json={"prompt": prompt})
     started = time.monotonic()
-    error = error_of(await s.complete(prompt), 400)
+    error = error_of(await s.http.send(request), 400)
     assert time.monotonic() - started < 1
     assert error["param"] in ("prompt", None), "what has too many values is not looked into"
     await s.check_clean()

@@ -18,6 +18,8 @@ from repertory.tests.engine.stage import answer_of, greedy, last_of, prompt_of, 
 from repertory.tests.served.conftest import ENDLESS, SIMULATED, Core, OpenCore, stats_until
 from repertory.tests.supervision.crowd import alone, begin, crowd, results
 
+pytestmark = pytest.mark.alone
+
 ENDLESSLY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")
 
 CheckClean = Callable[[Any], Awaitable[None]]

@@ -17,6 +17,8 @@ from repertory.actors.commands.generate import SamplingFlags
 from repertory.protocol.config import FIELDS, description
 from repertory.protocol.sampling import SamplingParams
 
+pytestmark = pytest.mark.alone
+
 COMMAND = [sys.executable, "-m", "repertory"]
 HELP_BOUND_S = 1.0
 """Twice what is promised, since the machine may have other things to do."""

@@ -14,6 +14,8 @@ import repertory
 from repertory.protocol.outputs import BlockCounts
 from repertory.scripts.demos.pressure import BAR_WIDTH, Stage, widths
 
+pytestmark = pytest.mark.alone
+
 DEMO = [sys.executable, str(Path(repertory.__file__).parent / "scripts" / "demo.py")]
 LIMIT_S = 120
 """Far more than it takes, since the machine may have other things to do."""

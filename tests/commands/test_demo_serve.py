@@ -18,7 +18,7 @@ DEMO = [sys.executable, str(Path(repertory.__file__).parent / "scripts" / "demo.
 LIMIT_S = 150
 """Far more than it takes, since the machine may have other things to do."""
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def test_every_stream_survives_the_device_and_says_the_same() -> None:

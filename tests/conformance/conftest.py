@@ -19,6 +19,13 @@ NUM_TOKENS = 48
 NUM_TINY_TOKENS = 24
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, those that need the reference share one: it takes a minute to make."""
+    for item in items:
+        if "reference_model" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("transformers"))
+
+
 @pytest.fixture(scope="session", params=["reference from GGUF" if CAN_READ_GGUF else "reference from converted"])
 def reference_model(demo_model: Path) -> Any:
     """The demo model in transformers, float32: from the file itself where it can be read, else as converted.

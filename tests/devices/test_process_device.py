@@ -22,6 +22,8 @@ from repertory.tests.tiny_model import make_tiny_model
 
 from .work import EPOCH, copy_of, empty_step, fences, until
 
+pytestmark = pytest.mark.alone
+
 PARAMS = SamplingParams(temperature=0.0)
 
 

@@ -16,6 +16,8 @@ from repertory.protocol.ids import RequestId
 from repertory.protocol.messages import Abort, Admit, Submit, Tokenized
 from repertory.tests.engine.stage import answer_of, greedy, last_of, prompt_of, until
 
+pytestmark = pytest.mark.alone
+
 # ---- what is large ------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from repertory.tests.observability.test_report import ATTACK
 from repertory.tests.observability.test_runs import FINISHED, LEGS
 from repertory.tests.observability.written import WrittenTrace, pressed
 
+pytestmark = pytest.mark.alone
+
 COLOURS = """(() => {
   const canvas = document.querySelector('canvas');
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;

@@ -211,6 +211,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("wanted", BOMBS.values(), ids=BOMBS.keys())
 async def test_a_grammar_at_fault_is_refused_in_time_and_alone(opened: OpenEngine, wanted: StructuredOutputs) -> None:
     engine = await opened()

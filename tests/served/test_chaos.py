@@ -24,7 +24,7 @@ NUM_DEATHS = 20
 LIMIT_S = 600.0
 WAYS = [("kill", "before"), ("kill", "during"), ("kill", "after"), ("stop", "during"), ("starve", "before"), ("raise", "after")]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def requests(seed: int) -> list[tuple[list[int], int]]:

@@ -30,6 +30,8 @@ from repertory.tests.supervision.crowd import alone, begin, crowd, read, results
 
 from .conftest import COMPUTED, SIMULATED, Core
 
+pytestmark = pytest.mark.alone
+
 OpenCore = Callable[..., Any]
 Until = Callable[..., Any]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")

@@ -25,6 +25,8 @@ from repertory.tests.supervision.faulty_host import VARIABLE, Fault, Plan
 from . import faulty_core
 from .conftest import SIMULATED, Core, stats_until
 
+pytestmark = pytest.mark.alone
+
 OpenCore = Callable[..., Any]
 Until = Callable[..., Any]
 SILENCE_S = 1.0

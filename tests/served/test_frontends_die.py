@@ -21,6 +21,8 @@ from repertory.tests.engine.stage import greedy, last_of, prompt_of
 from .conftest import Core, stats_until
 from .reader import COMMAND, read_on
 
+pytestmark = pytest.mark.alone
+
 OpenCore = Callable[..., Any]
 StartReader = Callable[..., Awaitable[Process]]
 PATIENCE_S = 60.0

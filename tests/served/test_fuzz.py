@@ -47,7 +47,7 @@ ODD_VALUES = [
     [[]],
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def valid_messages(draw: random.Random, incarnation: int, epoch: int) -> list[ToCore]:

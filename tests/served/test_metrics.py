@@ -19,6 +19,8 @@ from repertory.tests.engine.stage import greedy, last_of, prompt_of
 
 from .conftest import Core
 
+pytestmark = pytest.mark.alone
+
 OpenCore = Callable[..., Any]
 
 

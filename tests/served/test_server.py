@@ -19,6 +19,8 @@ from repertory.tests.engine.stage import greedy, last_of, prompt_of
 from .conftest import stats_until
 from .servers import Server, until
 
+pytestmark = pytest.mark.alone
+
 StartServer = Callable[..., Any]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, output_kind="delta")
 

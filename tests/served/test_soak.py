@@ -40,7 +40,7 @@ LIMIT_BYTES_PER_REQUEST = 102.4
 """Of resident memory: what is aimed at, and printed."""
 KINDS = ["read", "read", "read", "sampled", "abort", "drop", "label", "slow", "http", "http drop"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 class Nobody:

@@ -22,6 +22,8 @@ from repertory.tests.engine.stage import greedy, last_of, prompt_of
 
 from .conftest import Core
 
+pytestmark = pytest.mark.alone
+
 OpenCore = Callable[..., Any]
 PERIOD_S = 0.05
 

@@ -19,6 +19,8 @@ from .conftest import DEFAULTS, Hosts
 from .crowd import Result, alone, begin, crowd, results
 from .faulty_host import Fault
 
+pytestmark = pytest.mark.alone
+
 Until = Callable[..., Awaitable[None]]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, output_kind="delta")
 

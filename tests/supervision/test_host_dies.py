@@ -20,6 +20,8 @@ from .conftest import DEFAULTS, Hosts
 from .crowd import MARK, alone, begin, crowd, read, results
 from .faulty_host import Fault
 
+pytestmark = pytest.mark.alone
+
 Until = Callable[..., Awaitable[None]]
 
 WAYS = list(itertools.product(["kill", "stop", "raise"], ["before", "during", "after"]))

@@ -18,6 +18,8 @@ from repertory.protocol.sampling import SamplingParams
 from .conftest import DEFAULTS, Hosts
 from .faulty_host import COMMAND, Fault
 
+pytestmark = pytest.mark.alone
+
 FIRST_STEP = RunStep(
     Epoch(1),
     StepId(1),

@@ -9,6 +9,8 @@ import pytest
 
 from repertory.tests.engine.stage import answer_of, greedy, last_of, prompt_of, until
 
+pytestmark = pytest.mark.alone
+
 
 def delivery_of(stage: Any, stream: Any) -> Any:
     return stage.engine._company.dispatcher._deliveries[stream._delivery.request_id]

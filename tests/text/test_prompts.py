@@ -310,6 +310,7 @@ def test_prompts_read_in_several_threads_at_a_time_do_not_mix(reader: PromptRead
         assert list(pool.map(reader.read, prompts * 3)) == expected * 3
 
 
+@pytest.mark.alone
 def test_tokenizing_a_long_text_leaves_other_threads_running(model_dir: Path) -> None:
     reader = PromptReader(model_dir, max_model_len=10_000_000, vocab_size=400)
     done, beats = threading.Event(), []
