@@ -19,6 +19,7 @@ NUM_TOKENS = 48
 NUM_TINY_TOKENS = 24
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in several processes, those that need the reference share one: it takes a minute to make."""
     for item in items:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from repertory import Engine, RequestOutput, RequestStream, SamplingParams
 from repertory.gpu.simulated import SimulatedExecutor
 from repertory.protocol.config import FIELDS, EngineConfig
+from repertory.protocol.ids import StepId
 from repertory.protocol.messages import RunStep
 
 PATIENCE_S = 60.0
@@ -100,7 +101,9 @@ class Stage:
         core = self.engine._company.scheduler.core  # how many wait is what must be known, and nobody else says it in time
         self.gate.shut()
         held = self.begin(prompt_of(1, 93), greedy(4))
-        await until(lambda: core.num_in_flight == self.engine.config.max_steps_in_flight)
+        # As many steps as there may be, none of which ends: what swept the device before would, and make room for a plan.
+        most = self.engine.config.max_steps_in_flight
+        await until(lambda: core.num_in_flight == most and next(iter(core._steps)) == self.gate.holds)
         streams = [self.engine.generate(prompt, params) for prompt, params in requests]
         await until(lambda: len(core.queues.waiting) == len(requests))
         held.add_done_callback(lambda task: task.result())
@@ -154,9 +157,13 @@ class Gate:
         self._tickets = threading.Semaphore(0)
         self._is_open = True
         self._inner: Callable[[RunStep], None] | None = None
+        self.holds: StepId | None = None
+        """The step that waits here."""
 
     def shut(self) -> None:
         """From here on each step waits. Keeps a hook that the device has."""
+        while self._is_open and self._tickets.acquire(blocking=False):
+            pass  # what opened the gate with nobody before it
         self._is_open = False
         if self._device.on_step != self._wait:
             self._inner, self._device.on_step = self._device.on_step, self._wait
@@ -183,8 +190,10 @@ class Gate:
     def _wait(self, step: RunStep) -> None:
         if not self._is_open and step.seq_ids:
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, step)
+            self.holds = step.step_id
             if not self._tickets.acquire(timeout=PATIENCE_S):
                 raise TimeoutError(f"nobody let step {step.step_id} through")
+            self.holds = None
         if self._inner is not None:
             self._inner(step)
 

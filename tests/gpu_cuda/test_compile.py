@@ -26,7 +26,7 @@ ARCHITECTURES = (90, 80)
 TIMEOUT_S = 600
 """The whole takes seconds on a machine that does nothing else; a compiler that hangs must not hang the tests."""
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S + 60), pytest.mark.xdist_group("compiler")]
 
 FIRST = first_of_each_kernel()
 
