@@ -26,6 +26,7 @@ from .text.prompts import PromptReader
 
 MAX_LABEL_CHARACTERS = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_TENANT_CHARACTERS = 256
 MAX_TRACE_CHARACTERS = 4096
 
 
@@ -133,8 +134,11 @@ def _check_envelope(submit: Submit) -> None:
     if type(submit.priority) is not int or abs(submit.priority) >= 2**31:
         raise ValidationError(f"priority must be a 32-bit integer, got {shorten(submit.priority)}", field="priority")
     _check_trace_context(submit.trace_context)
-    if submit.tenant is not None and not isinstance(submit.tenant, str):
-        raise ValidationError(f"tenant must be text, got {shorten(submit.tenant)}", field="tenant")
+    tenant = submit.tenant
+    if tenant is not None and (not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARACTERS):
+        raise ValidationError(
+            f"tenant must be text of at most {MAX_TENANT_CHARACTERS} characters, got {shorten(tenant)}", field="tenant"
+        )
 
 
 def _check_trace_context(context: Any) -> None:

@@ -276,6 +276,17 @@ EVENTS: Mapping[str, Event] = {
         "a client closed its connection before its answer was complete; the work for it is aborted",
         {"label": _LABEL, "path": "what it had asked for"},
     ),
+    "http.refused": Event(
+        "info",
+        "an answer that is an error: bad input, no key, no such path, too many waiting, no engine",
+        {
+            "label": _LABEL,
+            "path": "what it had asked for",
+            "status": "the HTTP status",
+            "reason": "message to the caller",
+            "field": "the field at fault",
+        },
+    ),
     "http.reader_stuck": Event(
         "warning",
         "a client took nothing of its answer for `max_pause_s`; its connection is broken off",

@@ -69,11 +69,12 @@ async def test_wrong_parameters_are_refused_alone_by_name(stage, params):
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("value", [object(), "x" * 257], ids=["of no type", "too long"])
 @pytest.mark.parametrize("field", ["priority", "tenant", "cache_salt"])
-async def test_a_wrong_envelope_is_refused_alone_by_name(stage, field):
+async def test_a_wrong_envelope_is_refused_alone_by_name(stage, field, value):
     s = await stage(block_size=4)
     with pytest.raises(ValidationError) as caught:
-        await beside_good_ones(s, lambda: s.ask(prompt_of(5), **{field: object()}))
+        await beside_good_ones(s, lambda: s.ask(prompt_of(5), **{field: value}))
     assert caught.value.field == field
 
 

@@ -20,6 +20,30 @@ from repertory.tests.tiny_model import make_tiny_model
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+# ---- refusals ---------------------------------------------------------------------------------------
+
+
+async def test_each_answer_that_is_an_error_leaves_a_line(served: Any, log_lines: list[dict[str, Any]]) -> None:
+    s = await served(block_size=4)
+    await s.complete("x", temperature=-1, request_id="wrong")
+    await s.http.post("/v1/completions", content=b"{")
+    await s.http.get("/v1/" + "nothing" * 100, headers={"x-request-id": "lost"})
+    await s.http.get("/health", headers={"x-request-id": "x" * 2000})
+    s.draining = True
+    await s.chat(HELLO)
+    await s.http.get("/health")
+    lines = [line for line in log_lines if line["event"] == "http.refused"]
+    said = [(line["status"], line["path"], line["field"]) for line in lines]
+    chats, completions = "/v1/chat/completions", "/v1/completions"
+    lost = ("/v1/" + "nothing" * 100)[:200]
+    assert said == [
+        (400, completions, "temperature"), (400, completions, None), (404, lost, None), (400, "/health", "request_id"),
+        (503, chats, None),
+    ]  # fmt: skip
+    assert [lines[number]["label"] for number in (0, 2)] == ["wrong", "lost"]
+    assert all(0 < len(line["reason"]) < 400 for line in lines)
+
+
 # ---- life -------------------------------------------------------------------------------------------
 
 
@@ -234,8 +258,9 @@ async def test_priorities_and_traces_reach_the_engine(served: Any) -> None:
 
     s.engine.generate = watched
     headers = {"traceparent": "00-1-2-01", "tracestate": "a=b"}
-    await s.http.post("/v1/completions", json={"prompt": "x", "priority": -3, "cache_salt": "s"}, headers=headers)
-    assert seen == [{"priority": -3, "cache_salt": "s", "trace_context": headers}]
+    envelope = {"priority": -3, "tenant": "t", "cache_salt": "s"}
+    await s.http.post("/v1/completions", json={"prompt": "x", **envelope}, headers=headers)
+    assert seen == [{**envelope, "trace_context": headers}]
     await s.check_clean()
 
 

@@ -36,6 +36,7 @@ class Call:
     form: Form
     is_stream: bool
     priority: int = 0
+    tenant: str | None = None
     cache_salt: str | None = None
     trace_context: dict[str, str] | None = None
 
@@ -61,6 +62,7 @@ def _submit(engine: EngineFace, exchange: Exchange, call: Call, prompt: Prompt) 
         call.params,
         exchange.request_id,
         priority=call.priority,
+        tenant=call.tenant,
         cache_salt=call.cache_salt,
         trace_context=call.trace_context,
     )

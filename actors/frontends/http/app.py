@@ -27,6 +27,8 @@ from .tokens import Tokenizing
 
 MAX_HEADER_BYTES = 16_384
 """Of one header, or of the path with its query."""
+SAID_OF_PATH = 200
+"""Characters of a path that answers and log lines repeat."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -107,26 +109,38 @@ class _Shell:
         try:
             exchange = Exchange(scope, receive, send)
         except HttpError as error:
-            await Exchange({**scope, "headers": []}, receive, send).fail(error)
+            await self._refuse(Exchange({**scope, "headers": []}, receive, send), error)
             return
         scope[KEY], scope["app"] = exchange, self
         try:
             self._check(exchange)
             await self._router(scope, receive, exchange.send)
         except ClientGone:
-            self._log.info("http.disconnected", label=exchange.request_id, path=scope["path"])
+            self._log.info("http.disconnected", label=exchange.request_id, path=_path_of(scope))
         except ReaderStuckError:
             self._log.warning("http.reader_stuck", label=exchange.request_id, waited_s=round(exchange.waiting_s, 3))
             await exchange.hang_up()
         except HttpError as error:
-            await exchange.fail(error)
+            await self._refuse(exchange, error)
         except HTTPException as error:
-            await exchange.fail(HttpError(error.status_code, f"{scope['method']} {scope['path']}: {error.detail}"))
+            asked = f"{scope['method']} {_path_of(scope)}"
+            await self._refuse(exchange, HttpError(error.status_code, f"{asked}: {error.detail}"))
         except RepertoryError as error:
-            await exchange.fail(as_http(error))
+            await self._refuse(exchange, as_http(error))
         except Exception as error:
-            self._log.error("http.failed", label=exchange.request_id, path=scope["path"], reason=repr(error), exc_info=error)
+            self._log.error("http.failed", label=exchange.request_id, path=_path_of(scope), reason=repr(error), exc_info=error)
             await exchange.fail(unforeseen(error))
+
+    async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
+        self._log.info(
+            "http.refused",
+            label=exchange.request_id,
+            path=_path_of(exchange.scope),
+            status=error.status,
+            reason=str(error),
+            field=error.param,
+        )
+        await exchange.fail(error)
 
     def _check(self, exchange: Exchange) -> None:
         scope = exchange.scope
@@ -140,3 +154,7 @@ class _Shell:
             scheme, _, key = given.partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
                 raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _path_of(scope: Scope) -> str:
+    return str(scope["path"])[:SAID_OF_PATH]

@@ -70,6 +70,7 @@ class Generating:
             form,
             is_stream=bool(request.stream),
             priority=request.priority or 0,
+            tenant=request.tenant,
             cache_salt=request.cache_salt,
             trace_context=_trace_context(exchange),
         )

@@ -68,6 +68,7 @@ class Wanted(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     priority: int | None = None
+    tenant: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
