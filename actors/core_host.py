@@ -28,6 +28,7 @@ from .core_half import CoreHalf, mailbox_bound
 from .devices.keeper import DeviceKeeper
 from .devices.making import device_maker
 from .devices.process import HOST_COMMAND
+from .heap import freeze_heap
 from .links.core_link import CoreLink
 from .loop_lag import watch_loop
 from .mailbox import Mailbox
@@ -62,6 +63,7 @@ async def serve_core(orders: CoreOrders, parent: Parent, *, host_command: Sequen
                 actors.start_soon(half.run)
                 actors.start_soon(watch_loop, LAG_HINT)
                 actors.start_soon(link.run, half, Welcome(without_secrets(config), capacity, str(model_dir)))
+                freeze_heap()
                 say_ready(log, time.monotonic() - started)
                 parent.say(Ready())
         except Exception as error:

@@ -33,6 +33,7 @@ from ..protocol.messages import CopyDone, DeviceOpened, DeviceShared, Heartbeat,
 from .device import open_executor
 from .devices.codec import FromHost, LaneFailed, ToHost, decode_to_host, encode
 from .devices.threads import DeviceThreads
+from .heap import freeze_heap
 from .links.wire import heartbeat_period_s
 from .observing.logs import configure_logging, logger
 from .parent import remove_folder_of, wake_when_parent_dies
@@ -64,6 +65,7 @@ class DeviceHost:
         except Exception as error:
             await self._socket.send(encode(OpeningFailed(problem_of(error))))
             return
+        freeze_heap()
         await self._socket.send(encode(DeviceOpened(opening.epoch, capacity)))
         work = asyncio.create_task(self._take_work(threads))
         await self._failed.wait()

@@ -24,6 +24,7 @@ from .frontends.face import EngineFace
 from .frontends.http.app import make_app
 from .frontends.http.server import Server, server_config
 from .frontends.remote import RemoteEngine
+from .heap import freeze_heap
 from .observing.exporting import traces_exported
 from .serving.childhood import Parent, run_child
 from .serving.lines import CoreOrders, FrontendOrders, Ready
@@ -51,6 +52,7 @@ async def _serve_engine(engine: RemoteEngine, orders: FrontendOrders, parent: Pa
     app = make_app(engine, is_draining=parent.is_draining.is_set)
     config = server_config(app, timeout_graceful_shutdown=int(GOODBYE_S))
     server = Server(config, lambda: parent.say(Ready()))
+    freeze_heap()
     duties = [asyncio.create_task(_drain(server, engine, parent)), asyncio.create_task(_stop_with(engine, server))]
     try:
         await server.serve(sockets=[socket.socket(fileno=orders.socket)])
