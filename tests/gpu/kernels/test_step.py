@@ -79,13 +79,14 @@ def slots_for(side: Side, lengths: list[int], *, prefix: int = 0) -> list[Slot]:
 
 
 def mixed_steps(slots: list[Slot]) -> list[list[Row]]:
-    """Chunks, then decodes and chunks together, some of them without samples, then decodes."""
+    """Chunks, then decodes and chunks together, some of them without samples, then decodes, chunks of two and more."""
     long, short, *others = slots
     first = [Row(long, 0, 30, 0), Row(short, 0, len(short.token_ids) - 2, 1)]
     second = [Row(short, first[1].end, first[1].end + 1, 1), Row(long, 30, 64, 0), *(Row(slot, 0, 1, 1) for slot in others)]
     third = [Row(slot, 1, len(slot.token_ids) - 1, i % 2) for i, slot in enumerate(others)]
     fourth = [Row(long, 64, 65, 1), *(Row(slot, len(slot.token_ids) - 1, len(slot.token_ids), 1) for slot in others)]
-    return [first, second, third, fourth, [Row(long, 65, 66, 0)], [Row(long, 66, 70, 0)], [Row(long, 70, 71, 1)]]
+    rest = [(65, 66, 0), (66, 68, 1), (68, 71, 1), (71, 75, 0), (75, 76, 1)]
+    return [first, second, third, fourth, *([Row(long, *places)] for places in rest)]
 
 
 def check_steps(directory: Path, kernel: Kernel, *, block_size: int, threads: int = 1) -> None:
