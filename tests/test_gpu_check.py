@@ -72,6 +72,7 @@ def test_a_rehearsal_runs_its_parts_and_says_what_it_was(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # it has a budget of seconds
 def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
     done = gpu_check("--rehearse", "--budget-s", "240", out=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

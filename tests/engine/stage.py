@@ -162,7 +162,7 @@ class Gate:
 
     def shut(self) -> None:
         """From here on each step waits. Keeps a hook that the device has."""
-        while self._is_open and self._tickets.acquire(blocking=False):
+        while self._is_open and self.holds is None and self._tickets.acquire(blocking=False):
             pass  # what opened the gate with nobody before it
         self._is_open = False
         if self._device.on_step != self._wait:

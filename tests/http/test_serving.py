@@ -29,16 +29,20 @@ async def test_each_answer_that_is_an_error_leaves_a_line(served: Any, log_lines
     await s.http.post("/v1/completions", content=b"{")
     await s.http.get("/v1/" + "nothing" * 100, headers={"x-request-id": "lost"})
     await s.http.get("/health", headers={"x-request-id": "x" * 2000})
+    await s.http.get("/v1/models/" + "%00" * 4000)
+    async with s.connection() as client:
+        client.writer.write(b"no request\r\n\r\n")
+        await client.reader.read()
     s.draining = True
     await s.chat(HELLO)
     await s.http.get("/health")
     lines = [line for line in log_lines if line["event"] == "http.refused"]
-    said = [(line["status"], line["path"], line["field"]) for line in lines]
+    said = [(line["status"], line["path"], line.get("field")) for line in lines]
     chats, completions = "/v1/chat/completions", "/v1/completions"
     lost = ("/v1/" + "nothing" * 100)[:200]
     assert said == [
         (400, completions, "temperature"), (400, completions, None), (404, lost, None), (400, "/health", "request_id"),
-        (503, chats, None),
+        (404, ("/v1/models/" + "\0" * 4000)[:200], "model"), (400, "", None), (503, chats, None),
     ]  # fmt: skip
     assert [lines[number]["label"] for number in (0, 2)] == ["wrong", "lost"]
     assert all(0 < len(line["reason"]) < 400 for line in lines)

@@ -29,6 +29,8 @@ MAX_HEADER_BYTES = 16_384
 """Of one header, or of the path with its query."""
 SAID_OF_PATH = 200
 """Characters of a path that answers and log lines repeat."""
+SAID_OF_REASON = 400
+"""Characters of an answer's message that its log line repeats: a chat template's own may be of any length."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -137,7 +139,7 @@ class _Shell:
             label=exchange.request_id,
             path=_path_of(exchange.scope),
             status=error.status,
-            reason=str(error),
+            reason=str(error)[:SAID_OF_REASON],
             field=error.param,
         )
         await exchange.fail(error)

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from ....protocol.config import shown
-from ....protocol.errors import EngineDrainingError, RepertoryError
+from ....protocol.errors import EngineDrainingError, RepertoryError, shorten
 from ....protocol.version import __version__
 from ..face import EngineFace
 from .errors import HttpError
@@ -61,7 +61,7 @@ class Facts:
         """`GET /v1/models/NAME`."""
         name = exchange.scope["path_params"]["name"]
         if name != self._model:
-            raise HttpError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+            raise HttpError(404, f"the model {shorten(name)} does not exist", param="model", code="model_not_found")
         await send_json(exchange.send, self._model_card())
 
     def _model_card(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import anyio
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ...observing.logs import logger
 from ..face import EngineFace
 from .app import Application, make_app
 from .errors import HttpError
@@ -89,6 +90,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Answer what is no HTTP, in the shape of every error, and close."""
         if self.transport.is_closing():
             return
+        logger("http").info("http.refused", path="", status=400, reason=msg)
         body = encode(HttpError(400, msg).body())
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
