@@ -38,7 +38,7 @@ OpenServed = Callable[..., Awaitable["Served"]]
 def pytest_collection_finish() -> None:
     """Every test file has been parsed. What that leaves is there to the end: no collection looks at it again.
 
-    It is millions of objects, half a second each time, and in the middle of a test that has a second.
+    One would take half a second, and fall into a test that has a second.
     """
     gc.collect()
     gc.freeze()

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -108,24 +109,19 @@ def test_without_a_gpu_it_says_why_and_checks_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_it_can_be_stopped_and_leaves_no_process_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_can_be_stopped_and_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     command, variables = [SCRIPT, "--rehearse", "--parts", "swap"], environment(OUT=str(tmp_path), TMPDIR=str(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None and process.stderr is not None
         assert "swap: copies between the tiers" in process.stderr.readline()
-        while not (parts := children_of(process.pid)):
-            time.sleep(0.01)  # it says so and begins it then
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert all(map(is_gone, parts))
+        while not (parts := psutil.Process(process.pid).children(recursive=True)):
+            time.sleep(0.01)  # what it has said it begins only now
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert all(is_gone(part.pid) for part in parts)
     assert found(tmp_path)["parts"][0]["name"] == "swap"
     assert not list(tmp_path.glob("gpu-check-*"))
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes that any thread of `pid` has started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def test_parts_are_run_in_the_order_of_the_list() -> None:
