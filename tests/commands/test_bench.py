@@ -14,6 +14,7 @@ from repertory.__main__ import main
 from repertory.actors.commands import bench
 from repertory.actors.commands.benching import show
 from repertory.protocol.errors import EngineDeadError
+from repertory.tests.engine.stage import check_threads_have_ended
 
 FIXED = ["offline", "latency", "prefix", "ttft", "itl"]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -148,7 +149,7 @@ def test_a_dead_engine_is_status_1(monkeypatch, capsys):
 
 
 def test_an_interrupt_closes_the_engine_and_exits_130(run, monkeypatch, capsys):
-    before = threading.active_count()
+    before = threading.enumerate()
     original = bench.fixed.repeat
 
     async def interrupted(*arguments):
@@ -158,7 +159,7 @@ def test_an_interrupt_closes_the_engine_and_exits_130(run, monkeypatch, capsys):
     monkeypatch.setattr(bench.fixed, "repeat", interrupted)
     assert run("offline") == (130, "", "")
     assert not [thread for thread in threading.enumerate() if thread.name == "repertory-compute"]
-    assert threading.active_count() <= before + 1
+    check_threads_have_ended(before)
 
 
 def test_a_bar_is_shown_on_a_terminal_only_and_clears_its_line():

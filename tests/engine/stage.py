@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,3 +239,12 @@ def _opener(knobs: dict[str, Any], devices: list[SimulatedExecutor]) -> Callable
         return devices[0]
 
     return open_device
+
+
+def check_threads_have_ended(before: Collection[threading.Thread]) -> None:
+    """Of the threads that were not there `before` none is left: ours at once, libraries' on their own; tqdm's monitor stays."""
+    new = [thread for thread in threading.enumerate() if thread not in before and thread.name != "tqdm_monitor"]
+    assert not [thread.name for thread in new if thread.name.startswith("repertory")]
+    for thread in new:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), thread.name

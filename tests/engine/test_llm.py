@@ -19,7 +19,7 @@ from repertory import (
     ValidationError,
 )
 from repertory.gpu.simulated import SimulatedExecutor
-from repertory.tests.engine.stage import EOS, Answer, answer_of, greedy, prompt_of
+from repertory.tests.engine.stage import EOS, Answer, answer_of, check_threads_have_ended, greedy, prompt_of
 
 DEVICES: dict[str, int] = {"block_size": 4, "num_device_blocks": 64, "vocab_size": 320, "max_model_len": 512}
 
@@ -175,10 +175,10 @@ def test_a_closed_llm_says_so(make):
 
 
 def test_with_and_the_garbage_collector_close_it(paper_model, log_lines):
-    before = threading.active_count()
+    before = threading.enumerate()
     with LLM(model=str(paper_model), device="simulated", worker="inline") as llm:
         llm.generate("a", greedy())
-    assert threading.active_count() <= before + 1  # tqdm's monitor may have come
+    check_threads_have_ended(before)
     dropped = LLM(EngineConfig(model=str(paper_model), device="simulated", worker="inline"))
     del dropped
     gc.collect()
